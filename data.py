@@ -249,4 +249,4 @@ def collate(samples, ids, pad_to=0):
 def make_loader(table, ids, packs, num_workers, pad_to=0):
     """DataLoader of PackedBatches over `packs`, an iterable of lists of sample numbers."""
     return packing.pack_loader(SpeechSamples(table, ids), packs, lambda samples: collate(
-        samples, ids, pad_to), num_workers, prefetch_factor=4)
+        samples, ids, pad_to), num_workers)

@@ -256,9 +256,8 @@ if keep_loss:
     lines.append(keep_loss.speak(world, model, autocast))
 n_sums = ids.num_codebooks + N_EXTRA       # length of batch_sums()
 # the same order at each validation; each rank takes a share of the packs
-held_out = PackOrder(table.lengths[eval_ids], eval_ids, shuffle=False,
-                     samples_per_pack=args.per_device_eval_batch_size)
-eval_packs = list(rank_packs(held_out, world.rank, world.size, 1, epochs=1))
+eval_packs = packing.packs_in_order(
+    eval_ids, args.per_device_eval_batch_size, world.rank, world.size)
 
 
 def forward_backward(batch, n_audio, n_text, sync):
@@ -276,7 +275,8 @@ def forward_backward(batch, n_audio, n_text, sync):
 
 
 if device.type == "cuda":       # try the largest pack now, or it may fail hours into the run
-    batch, = make_loader(table, ids, [order.largest_pack()], 0, args.max_tokens_per_batch)
+    largest = order.window(0, order.sums(order.lengths, 1).argmax())
+    batch, = make_loader(table, ids, [largest], 0, args.max_tokens_per_batch)
     try:
         forward_backward(batch.to(device), 1, 1, True)
     except torch.OutOfMemoryError:

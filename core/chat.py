@@ -13,7 +13,6 @@ import functools
 import glob
 import itertools
 import json
-import re
 from pathlib import Path
 
 from core import json_files
@@ -193,28 +192,26 @@ class Encoder:
         self.options = {} if thinking is None else {"enable_thinking": thinking}
         added = tokenizer.added_tokens_decoder.items()
         self.special = {number: token.content for number, token in added if token.special}
-        texts = (re.escape(to_json(text)[1:-1]) for text in self.special.values())
-        self.control = re.compile("|".join(texts) or r"(?!)")
 
     def encode(self, record):
         """[(ids, mask)] of a record of read_records. ValueError."""
         turns = self._render(record)
-        ids = self.lists([text for turn in turns for text in turn])
-        parts = [*zip(ids[::2], ids[1::2])]     # of each turn: its prompt, prompt and answer
         try:
-            return [self._mask(turns, parts)]
+            return [self._mask(turns)]
         except ValueError:
             if not self.split or len(turns) == 1:
                 raise
-            return [self._mask([turn], [pair]) for turn, pair in zip(turns, parts)]
+            return [self._mask([turn]) for turn in turns]
 
     def _render(self, record):
         """[(text of the prompt, text of prompt and answer)] of the trained turns. ValueError."""
         messages, tools = record["messages"], record.get("tools")
         if record.get("teacher_messages") is not None:
             raise ValueError('has "teacher_messages", and no --teacher_path reads them')
-        if match := self.control.search(to_json([messages, tools])):
-            raise ValueError(f"contains the control token {match[0]}; remove it")
+        content = to_json([messages, tools])
+        for token in self.special.values():
+            if to_json(token)[1:-1] in content:
+                raise ValueError(f"contains the control token {token}; remove it")
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         answers = answers if self.turns == "all" else answers[-1:]
         answers = [i for i in answers if messages[i].get("weight", 1)]
@@ -229,16 +226,17 @@ class Encoder:
         check_rendered(messages[:answers[-1] + 1], tools, dict(zip(answers, turns)))
         return turns
 
-    def _mask(self, turns, parts):
-        """(ids, mask) of the last turn's text. turns: texts; parts: their ids. ValueError."""
+    def _mask(self, turns):
+        """(ids, mask) of the last of the turns that _render gives. ValueError."""
+        lists = self.lists([text for turn in turns for text in turn])
+        parts = [*zip(lists[::2], lists[1::2])]     # of each turn: its prompt, prompt and answer
         (prompt, text), (first, ids) = turns[-1], parts[-1]
         if ids[:len(first)] != first and text.startswith(prompt):
             # tokenise the answer separately, if that decodes to the same text
             separate = [*first, *self.lists([text[len(prompt):]])[0]]
             decode = functools.partial(self.tokenizer.decode, clean_up_tokenization_spaces=False)
             if decode(separate) == decode(ids):
-                ids = separate
-                parts = [*parts[:-1], (first, ids)]
+                parts[-1], ids = (first, separate), separate
         mask = [False] * len(ids)
         for number, (before, through) in enumerate(parts, 1):
             if through[:len(before)] != before or ids[:len(through)] != through:

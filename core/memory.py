@@ -97,7 +97,7 @@ class LiveBytes(TorchDispatchMode):
         return out if self.in_kernel else self.note(out)
 
     def note(self, results):
-        """Count new tensors among results until they are freed; returns results."""
+        """Count new tensors among results until they are freed; return results."""
         for tensor in tree_leaves(results):
             storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
             if storage is not None and storage._cdata not in self.sizes:
@@ -110,37 +110,24 @@ class LiveBytes(TorchDispatchMode):
     def forget(self, key):
         self.now -= self.sizes.pop(key)
 
-    def kernel(self, function, *args):
-        """function(*args), compiled: it allocates only its results."""
-        def uncounted(*inputs):
-            self.in_kernel = True
-            out = function(*inputs)
-            self.in_kernel = False
-            return out
-        return self.note(FakeKernel.apply(uncounted, *args))
-
 
 class FakeKernel(torch.autograd.Function):
-    """Replaces a GPU kernel: saves its inputs, a number per row and, of attention, the output.
-    function: None if the output is like the first input."""
+    """function(*inputs) as one GPU kernel: it allocates only its output, and saves its inputs, a
+    number per row and, of attention, the output. live: LiveBytes."""
 
     @staticmethod
-    def forward(ctx, function, *inputs):
-        out = function(*inputs) if function else torch.empty_like(inputs[0])
+    def forward(ctx, live, function, *inputs):
         numbers = inputs[0].new_empty(inputs[0].shape[:-1], dtype=torch.float32)
+        live.in_kernel = True
+        out = function(*inputs)
+        live.in_kernel = False
         ctx.save_for_backward(*inputs, numbers, out if len(inputs) == 3 else None)
-        return out
+        return live.note(out)
 
     @staticmethod
     def backward(ctx, grad):
-        return None, *(torch.empty_like(t) if needed else None
-                       for t, needed in zip(ctx.saved_tensors, ctx.needs_input_grad[1:]))
-
-
-def varlen(q, k, v, *_):
-    """Attention of packed documents on a GPU: q (S, heads, D), k and v (S, kv_heads, D)."""
-    ends = q.new_empty(2, dtype=torch.int32)
-    return varlen_attn(q, k, v, ends, ends, len(q), len(q), window_size=(-1, 0), **kernels.GROUPED)
+        return None, None, *(torch.empty_like(t) if needed else None
+                             for t, needed in zip(ctx.saved_tensors, ctx.needs_input_grad[2:]))
 
 
 def fuse_layers(model, live):
@@ -148,10 +135,10 @@ def fuse_layers(model, live):
     for module in model.modules():
         if hasattr(module, "variance_epsilon"):
             module.forward = lambda x, norm=module: FakeKernel.apply(
-                None, x, norm.weight.to(x.dtype))
+                live, torch.mul, x, norm.weight.to(x.dtype))
         elif hasattr(module, "act_fn") and hasattr(module, "gate_proj"):
-            module.forward = lambda x, mlp=module: mlp.down_proj(live.kernel(
-                lambda gate, up: mlp.act_fn(gate) * up, mlp.gate_proj(x), mlp.up_proj(x)))
+            module.forward = lambda x, mlp=module: mlp.down_proj(FakeKernel.apply(
+                live, lambda gate, up: mlp.act_fn(gate) * up, mlp.gate_proj(x), mlp.up_proj(x)))
 
 
 @contextlib.contextmanager
@@ -159,15 +146,19 @@ def gpu_kernels(live, more):
     """In this context a step keeps the tensors that a GPU's kernels keep. more: Step.kernels."""
     def dropout(x, p=0.5, training=True, inplace=False):        # keeps a byte per value
         return torch.native_dropout(x, p, training)[0] if p and training else x
+
+    def attention(q, k, v, *_):
+        ends = q.new_empty(2, dtype=torch.int32)
+        return varlen_attn(q, k, v, ends, ends, len(q), len(q), window_size=(-1, 0),
+                           **kernels.GROUPED)
     with contextlib.ExitStack() as stack:
         for owner, name, function in (
                 (F, "dropout", dropout), (F, "grouped_mm", lambda x, weights, **_: x @ weights[0]),
-                (kernels, "_attention_by_document", varlen), *more(live)):
+                (kernels, "_attention_by_document", attention), *more(live)):
             stack.enter_context(mock.patch.object(owner, name, function))
         yield
 
 
-@functools.cache
 def step_bytes(step, setup, pack):
     """Peak bytes of a micro-step with one pack: activations and, in a single process, gradients;
     only a forward pass if no weight is trained."""
@@ -200,19 +191,12 @@ def fake_copy(model, dtype=None):
     return copy.deepcopy(model, copies)
 
 
-class Memory(NamedTuple):
-    """Bytes that one GPU needs with one pack."""
-    parts: dict     # {part: bytes}
-    peak: float     # of the run
-    standing: float = 0     # bytes that are there all the time
-
-
 def count_values(module):
     return sum(p.numel() for p in module.parameters())
 
 
-def estimate(step, setup, pack):
-    """Memory of a run whose largest pack is `pack`."""
+def estimate(step, setup, packs):
+    """{part: bytes} that one GPU needs for a run whose largest packs are `packs`."""
     model, layers = step.model, step.layers(step.model)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     state = {"weights": sum(p.nbytes for p in model.parameters()), "optimizer": 8 * trained,
@@ -229,9 +213,8 @@ def estimate(step, setup, pack):
         parts["copies"] = whole * width + reduced * (width + 4)     # and its sum in fp32
         if setup.gradient_accumulation_steps > 1:       # reduced in the last micro-step
             parts["gradients"] += 4 * trained
-    standing = sum(parts.values())
-    parts["activations"] = step_bytes(step, setup, pack)
-    return Memory(parts, standing + parts["activations"], standing)
+    parts["activations"] = max(step_bytes(step, setup, pack) for pack in packs)
+    return parts
 
 
 # ---- --auto: rank 0 tries setups, the fastest first, and takes the first that fits. Flags that the
@@ -254,9 +237,9 @@ def list_ways(args, setup):
             for mode in modes for kind in kinds]
 
 
-def choose_packs(args, world, ranks, lengths, memory_of, longest=0):
-    """choose() among packs of tokens: large ones in all of list_ways(), smaller ones in the last.
-    lengths: (n,) tokens of samples; longest: of others. memory_of(setup, PackOrder): Memory."""
+def pack_setups(args, ranks, lengths, longest=0):
+    """Yield (Setup, PackOrder): large packs in all of list_ways(), smaller ones in the last.
+    lengths: (n,) tokens of samples; longest: of others."""
     setup, longest = setup_of(args, ranks), max(longest, int(lengths.max()))
     step_samples = args.global_batch_size or len(lengths) / EPOCH_STEPS
     most = step_samples * lengths.mean() / ranks / setup.gradient_accumulation_steps
@@ -264,42 +247,37 @@ def choose_packs(args, world, ranks, lengths, memory_of, longest=0):
         -(-longest // 1024) * 1024]
     if args.named & {"max_tokens_per_batch", "per_device_train_batch_size"}:
         budgets = [setup.max_tokens_per_batch]
-
-    @functools.cache
-    def order_of(budget):
-        return PackOrder(lengths, tokens_per_pack=budget, seed=args.seed,
-                         samples_per_pack=args.per_device_train_batch_size,
-                         group_by_length=getattr(args, "group_by_length", False))
-
-    named = "gradient_accumulation_steps" in args.named
-
-    def setups():
-        *faster, last = list_ways(args, setup)
-        large = [budget for budget in budgets if budget >= min(LARGE, budgets[0])]
-        for way, budget in *itertools.product(faster, large), *((last, b) for b in budgets):
-            if args.global_batch_size and budget and not named:
-                packs = order_of(budget).packs_per_epoch * step_samples / len(lengths)
-                way = way._replace(gradient_accumulation_steps=max(1, round(packs / ranks)))
-            yield way._replace(max_tokens_per_batch=budget)
-    choose(args, world, ranks, setups(),
-           lambda setup: memory_of(setup, order_of(setup.max_tokens_per_batch)))
+    order_of = functools.cache(lambda budget: PackOrder(
+        lengths, tokens_per_pack=budget, samples_per_pack=args.per_device_train_batch_size,
+        seed=args.seed, group_by_length=getattr(args, "group_by_length", False)))
+    ways, accumulation = list_ways(args, setup), setup.gradient_accumulation_steps
+    for way, budget in itertools.product(ways, budgets):
+        if budget < min(LARGE, budgets[0]) and way != ways[-1]:
+            continue
+        order = order_of(budget)
+        if args.global_batch_size and budget and "gradient_accumulation_steps" not in args.named:
+            packs = order.packs_per_epoch * step_samples / len(lengths)
+            accumulation = max(1, round(packs / ranks))
+        yield way._replace(max_tokens_per_batch=budget,
+                           gradient_accumulation_steps=accumulation), order
 
 
 def choose(args, world, ranks, setups, memory_of):
-    """Set the FLAGS that the user did not give, alike on all ranks. memory_of(setup): Memory.
-    UserError if none of `setups` fits; a dry run takes the last one, and print_plan refuses it."""
+    """Set the FLAGS that the user did not give, alike on all ranks. setups: (Setup, data), the
+    fastest first. memory_of(setup, data): {part: bytes}. UserError if none fits; a dry run takes
+    the last one, and print_plan refuses it."""
     def choose_flags():
         if flags := read_choice(args, ranks):
             return flags, "as the run that is resumed began"
-        for setup in setups:
-            needed = memory_of(setup)
+        for setup, data in setups:
+            needed = memory_of(setup, data)
             if fits(needed, args):
                 break
         if args.dry_run is None:
             check_memory(needed, args)
         flags = {flag: getattr(setup, flag) for flag in FLAGS if flag in args}
         flags["packs_per_step"] = ranks * setup.gradient_accumulation_steps
-        return flags, size(needed.peak)
+        return flags, size(sum(needed.values()))
     flags, reason = dist.rank0(world, choose_flags)
     vars(args).update(flags)
     if world.is_main:
@@ -335,12 +313,13 @@ def gpu_memory(args):
 
 
 def fits(needed, args):
-    return needed.peak <= USABLE * gpu_memory(args)
+    return sum(needed.values()) <= USABLE * gpu_memory(args)
 
 
 def check_memory(needed, args):
-    require(fits(needed, args), f"memory: about {size(needed.peak)} needed on each GPU, which has "
-            f"{size(gpu_memory(args))}, 5 % of it left for fragmentation; try --auto or --use_lora")
+    require(fits(needed, args), f"memory: about {size(sum(needed.values()))} needed on each GPU, "
+            f"which has {size(gpu_memory(args))}, 5 % of it left for fragmentation; try --auto or "
+            "--use_lora")
 
 
 def check_disk(path, needed, purpose):
@@ -364,22 +343,22 @@ def largest_pack(order, rows, budget=0, columns=1):
 
 def print_plan(args, needed, model, lines, steps, flops=0):
     """Print a headline, `lines` and the plan of a run; UserError if GPU or disk are too small.
-    needed: Memory. model: as trained. steps: to go. flops: of the run, 0: unknown."""
+    needed: of estimate(). model: as trained. steps: to go. flops: of the run, 0: unknown."""
     limit = gpu_memory(args)
     # FLOP/s of large bf16 products, docs/speed.md
     gpu, rate = ("an RTX 3090", 71e12) if limit <= 24.5 * GIB else ("an H200", 790e12)
     dtype = "fp16" if getattr(args, "fp16", False) else "bf16" if args.bf16 else "fp32"
     time = f" · at least {metrics.duration(flops / rate)} on {gpu}" if flops else ""
-    print(f"{'FITS' if fits(needed, args) else 'TOO LARGE'} {needed.peak / GIB:.1f} of "
+    print(f"{'FITS' if fits(needed, args) else 'TOO LARGE'} {sum(needed.values()) / GIB:.1f} of "
           f"{limit / GIB:.1f} GiB · {plural(steps, 'step')}{time}",
           f"plan       {plural(count_ranks(args), 'GPU')}, {args.parallel}, {dtype}",
           *lines, sep="\n")
-    parts = " + ".join(f"{name} {used / GIB:,.2f}" for name, used in needed.parts.items() if used)
+    parts = " + ".join(f"{name} {used / GIB:,.2f}" for name, used in needed.items() if used)
     print(f"memory     {parts} GiB")
 
     trained = [p for p in model.parameters() if p.requires_grad]
     weights = sum(p.nbytes for p in (trained if args.use_lora else model.parameters()))
-    copies = 2 if needed.parts.get("average") else 1
+    copies = 2 if needed.get("average") else 1
     saved = weights * copies + 8 * sum(p.numel() for p in trained)      # with Adam's moments
     most = 1 + max(0, steps) // args.save_steps if args.save_steps else 1
     if args.save_total_limit:       # besides them the best and the one being written

@@ -56,14 +56,12 @@ class PackOrder:
     """Deterministic packs of every epoch. lengths: (n,) tokens per sample. numbers: (n,) numbers of
     these samples in a larger table, which window() returns. With tokens_per_pack the seed fixes
     which samples share a pack, and each epoch shuffles the packs. Otherwise each epoch draws the
-    samples of a pack: of similar lengths with group_by_length, in the table's order without
-    shuffle."""
+    samples of a pack, with group_by_length of similar lengths."""
 
     def __init__(self, lengths, numbers=None, *, samples_per_pack=0, tokens_per_pack=0, seed=0,
-                 group_by_length=False, shuffle=True):
-        assert shuffle or not (tokens_per_pack or group_by_length)      # their order is random
+                 group_by_length=False):
         self.lengths, self.size, self.seed = np.asarray(lengths), samples_per_pack, seed
-        self.shuffle, self.grouped = shuffle, group_by_length and not tokens_per_pack
+        self.grouped = group_by_length and not tokens_per_pack
         # keeps two plans, as the loader reads ahead into the next epoch
         self.epoch = functools.lru_cache(2)(self._plan)
         n = len(self.lengths)
@@ -85,7 +83,7 @@ class PackOrder:
         if samples is not None:
             packs = rng.permutation(packs)
         else:
-            samples = rng.permutation(n) if self.shuffle else np.arange(n)
+            samples = rng.permutation(n)
         if self.grouped:
             window = np.arange(n) // (self.size * BLOCKS * SIZES[0])    # samples sorted together
             # without noise the same samples would share a pack in every epoch
@@ -114,10 +112,6 @@ class PackOrder:
         return np.concatenate([np.add.reduceat(values[samples].astype(np.int64), offsets[:-1])
                                for samples, offsets in plans])
 
-    def largest_pack(self):
-        """Sample numbers (n,) of the first epoch's pack with the most tokens."""
-        return self.window(0, self.sums(self.lengths, 1).argmax())
-
 
 def rank_packs(order, rank, world_size, accumulation, epochs, epoch=0, first=0):
     """Yield this rank's packs, lists of sample numbers, from (epoch, first) on. Every rank gets the
@@ -127,6 +121,13 @@ def rank_packs(order, rank, world_size, accumulation, epochs, epoch=0, first=0):
             for micro in range(accumulation):
                 yield order.window(epoch, step + micro * world_size + rank).tolist()
         epoch, first = epoch + 1, 0         # only the first epoch may start in the middle
+
+
+def packs_in_order(numbers, size, rank, world_size):
+    """This rank's packs of `size` of these sample numbers, to validate. Every rank gets the same
+    number of packs, so the last ones may be empty."""
+    return [numbers[start + rank * size:][:size].tolist()
+            for start in range(0, len(numbers), size * world_size)]
 
 
 def run_length(packs_per_epoch, per_step, epochs, max_steps, position):
@@ -160,12 +161,12 @@ class Batch:
         return replace(self, **moved)
 
 
-def pack_loader(samples, packs, collate, num_workers, prefetch_factor=2):
+def pack_loader(samples, packs, collate, num_workers):
     """DataLoader of collate([samples[i] for i in pack]) over `packs`, lists of sample numbers."""
     # fork shares the mapped files; without a generator the loader would use the one of dropout
     return DataLoader(samples, batch_sampler=packs, collate_fn=collate, num_workers=num_workers,
                       worker_init_fn=init_loader, generator=torch.Generator(),
-                      prefetch_factor=prefetch_factor if num_workers else None,
+                      prefetch_factor=4 if num_workers else None,
                       multiprocessing_context="fork" if num_workers else None)
 
 
@@ -183,7 +184,7 @@ def iterate(loader):
     def iterate_batches():
         try:
             yield from batches
-        except UserError as error:
+        except UserError as error:      # torch puts the loader's traceback before the message
             raise UserError(str(error).rpartition("core.cli.UserError: ")[2].strip()) from None
         except RuntimeError as error:       # only the cause names a signal
             reason = str(error.__cause__ or error)
@@ -236,7 +237,7 @@ class Column:
 
     def array(self):
         """Memory-mapped array of all numbers so far."""
-        return np.load(self.path, mmap_mode="r" if self.length else None)   # else there is no map
+        return np.load(self.path, mmap_mode="r")
 
 
 def token_lists(tokenizer):

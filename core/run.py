@@ -93,7 +93,7 @@ def start_line(step, total_steps, resume, base="base model"):
             + f"; already finished: raise --max_steps above {total_steps}" * (step >= total_steps))
 
 
-def open_log(args, world, step, eval_due=False):
+def open_log(args, world, step, eval_due):
     """MetricsLog on rank 0, else None. Writes OUTPUT_DIR/run.yaml, whose flags repeat the run."""
     if not world.is_main:
         return None

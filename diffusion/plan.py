@@ -38,9 +38,11 @@ def step_of(config, backend):
     with torch.device("meta"):
         model = config.network(config, backend or "flex")
     return memory.Step(model, lambda model: model.layers, loss, average=True, kernels=lambda live: (
-        (dit, "sparse_attention", lambda q, k, v, mask: memory.FakeKernel.apply(None, q, k, v)),
+        (dit, "sparse_attention", lambda q, k, v, mask: memory.FakeKernel.apply(
+            live, lambda q, *_: torch.empty_like(q), q, k, v)),
         (dit, "on_gpu", lambda x: True),
-        (dit, "losses_of", functools.partial(live.kernel, dit.cross_entropies))))
+        (dit, "losses_of", functools.partial(
+            memory.FakeKernel.apply, live, dit.cross_entropies))))
 
 
 def plan_memory(args, world, ranks, config, rows, order=None, left=0):
@@ -53,18 +55,19 @@ def plan_memory(args, world, ranks, config, rows, order=None, left=0):
     def estimate(setup, targets):
         masked = round(sum(args.t_range) / 2 * targets)
         few, many = setup.per_device_train_batch_size, args.per_device_eval_batch_size
-        needed = memory.estimate(step, setup, (few, *size, masked))
+        parts = memory.estimate(step, setup, [(few, *size, masked)])
         forward = memory.step_bytes(frozen, setup._replace(gradient_checkpointing=None),
                                     (many, *size, round(masked * many / few)))
-        return needed._replace(peak=max(needed.peak, needed.standing + forward))
+        parts["activations"] = max(parts["activations"], forward)
+        return parts
     if order:
         needed = estimate(setup, order.sums(rows.table["targets"]).max())
         memory.print_plan(args, needed, step.model, [], left)
         return
     most = np.sort(rows.table["targets"])[::-1].cumsum()
     tried = setups(args, setup, args.global_batch_size / rows.table["samples"].mean(), sum(size))
-    memory.choose(args, world, ranks, tried, lambda setup: estimate(
-        setup, most[min(setup.per_device_train_batch_size, len(most)) - 1]))
+    memory.choose(args, world, ranks, [(way, most[:way.per_device_train_batch_size][-1])
+                                       for way in tried], estimate)
 
 
 def candidates(widths, block_sizes):

@@ -284,8 +284,8 @@ monitor = optim.StepMonitor(world, lambda number: rows.documents.problems[number
 packs = packing.rank_packs(
     order, world.rank, world.size, accumulation, sys.maxsize, epoch, first_pack)
 batches = packing.iterate(packing.pack_loader(rows.members, packs, partial(
-    blocks.collate, batch_rows=batch_rows, rows=rows), args.num_workers, prefetch_factor=4))
-log = run.open_log(args, world, step)
+    blocks.collate, batch_rows=batch_rows, rows=rows), args.num_workers))
+log = run.open_log(args, world, step, eval_due)
 start_step, timer, stopping = step, metrics.StepTimer(), False
 if eval_due:
     with timer.timed("paused"):

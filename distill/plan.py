@@ -1,5 +1,6 @@
 """--dry_run and --auto of the chat trainer, for core/memory.py."""
 import copy
+from functools import partial
 
 import numpy as np
 import torch
@@ -28,43 +29,42 @@ def step_of(model):
     return plans.Step(model, lambda model: causal_lm.decoder_layers(model.native), loss)
 
 
-def memory(model, setup, lengths, targets, order, kept):
-    """memory.Memory of the pack with the highest peak. model: the empty PackedLM as trained.
+def memory(model, lengths, targets, kept, setup, order):
+    """{part: bytes} with the largest pack of an order. model: the empty PackedLM as trained.
     lengths, targets: (n,) tokens and trained tokens of each sample. kept: ChatTable or None."""
     rows = np.stack([lengths, targets], 1)
     pack = plans.largest_pack(order, rows, setup.max_tokens_per_batch)
     packs = [pack] if kept is None else [pack, (*pack, model.lora)]     # --keep's are filled alike
-    needed = max((plans.estimate(step_of(model), setup, pack) for pack in packs),
-                 key=lambda needed: needed.peak)
+    parts = plans.estimate(step_of(model), setup, packs)
     if not model.frozen:
-        return needed
+        return parts
     # frozen models add their shards, and one forward each with the weights gathered for it
     from distill import frozen
-    width, stored, peak = 2 if setup.bf16 else 4, 0, needed.peak
+    width, parts["teacher"] = 2 if setup.bf16 else 4, 0
     for other in frozen.models(model):
         gathered = 0
         if not setup.cpu_offload:
-            stored += sum(p.nbytes for p in other.parameters()) / setup.shards
+            parts["teacher"] += sum(p.nbytes for p in other.parameters()) / setup.shards
         if setup.fsdp:
             layers = list(map(plans.count_values, causal_lm.decoder_layers(other.native)))
-            stored += width * (plans.count_values(other) - sum(layers))
+            parts["teacher"] += width * (plans.count_values(other) - sum(layers))
             gathered = 2 * width * max(layers)
         work = plans.step_bytes(step_of(other), setup._replace(gradient_checkpointing=None), pack)
-        peak = max(peak, needed.standing + work + gathered)
-    return needed._replace(parts=needed.parts | {"teacher": stored}, peak=peak + stored)
+        parts["activations"] = max(parts["activations"], work + gathered)
+    return parts
 
 
 def choose(args, world, ranks, model, lengths, targets, kept=None):
     """--auto: set the flags that the user did not give."""
-    plans.choose_packs(args, world, ranks, lengths,
-                       lambda setup, order: memory(model, setup, lengths, targets, order, kept),
-                       0 if kept is None else int(kept.lengths.max()))
+    longest = 0 if kept is None else int(kept.lengths.max())
+    plans.choose(args, world, ranks, plans.pack_setups(args, ranks, lengths, longest),
+                 partial(memory, model, lengths, targets, kept))
 
 
 def print_plan(args, ranks, model, table, split, order, lines, left, kept=None):
     """Print the plan of a run; UserError if GPU or disk are too small. split: numbers of samples to
     train and to validate. lines: about steps, intervals, start. left: remaining steps."""
-    needed = memory(model, plans.setup_of(args, ranks), table.lengths[split[0]],
-                    table.targets[split[0]], order, kept)
+    needed = memory(model, table.lengths[split[0]], table.targets[split[0]], kept,
+                    plans.setup_of(args, ranks), order)
     plans.print_plan(args, needed, model.native, [
         metrics.model_text(model, args.use_lora), samples_line(table, *split), *lines], left)

@@ -247,10 +247,9 @@ def validate():
     """Validate and log; True if the loss is the best so far, None if asked to stop."""
     global best_loss, best_step
     watch.report_progress(f"validation at step {step}", args.wait_timeout)
-    eval_order = PackOrder(table.lengths[eval_ids], eval_ids, shuffle=False,
-                           samples_per_pack=args.per_device_eval_batch_size)
-    packs = list(rank_packs(eval_order, world.rank, world.size, 1, epochs=1))
-    loader = packing.pack_loader(table, packs, collate, min(1, args.num_workers), 4)
+    packs = packing.packs_in_order(
+        eval_ids, args.per_device_eval_batch_size, world.rank, world.size)
+    loader = packing.pack_loader(table, packs, collate, min(1, args.num_workers))
     total = torch.zeros(model.sums, dtype=torch.float64, device=device)
     model.eval()        # no dropout
     for i, batch in enumerate(packing.iterate(loader)):
@@ -302,9 +301,9 @@ monitor = optim.StepMonitor(world, table.name, args.max_bad_steps, state.get("sk
 epochs = sys.maxsize if args.max_steps else args.num_train_epochs
 packs = rank_packs(order, world.rank, world.size, accumulation, epochs, epoch, first_pack)
 batches = packing.iterate(packing.pack_loader(
-    table, packs, partial(collate, pad_to=pad_to, pad_id=table.ends[0]), args.num_workers, 4))
+    table, packs, partial(collate, pad_to=pad_to, pad_id=table.ends[0]), args.num_workers))
 eval_due = bool(state.get("eval_due") and validates)    # if a stop interrupted a validation
-log = run.open_log(args, world, step)
+log = run.open_log(args, world, step, eval_due)
 print0(metrics.model_text(model, model.lora), chat_data.samples_line(table, train_ids, eval_ids),
        *lines)
 eval_due = stopping = eval_due and validate() is None

@@ -1,5 +1,6 @@
 """--dry_run and --auto of the speech trainer, for core/memory.py. Nothing is loaded or encoded."""
 from collections import namedtuple
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ import torch
 from core import memory as plans
 from core import metrics
 from speech.conversations import FRAME_RATE
+from speech.dataset import sums
 from speech.labels import step_work
 
 SHARE = 0.7     # of the matrix rate that a step reaches by count
@@ -21,13 +23,10 @@ Data = namedtuple("Data", "table ids train keeper")
 
 def rows_by_kind(table, ids):
     """(n, 4) int64 rows of each sample: text, audio, audio that predicts, text that predicts."""
-    places = table.tokens == ids.audio_placeholder_id
-    trained = table.labelled[places]            # of each clip, in the order of table.clips
-    sample = np.repeat(np.arange(len(table)), np.diff(table.clip_offsets))
-    frames = table.where[table.clips, 2]
-    counts = ids.rows(frames, trained), np.where(trained, ids.predictions(frames), 0)
-    audio, predicting = (np.bincount(sample, count, minlength=len(table)) for count in counts)
-    kinds = table.lengths - audio, audio, predicting, table.text_targets
+    trained = table.labelled[table.tokens == ids.audio_placeholder_id]      # of each clip
+    predicting = np.where(trained, ids.predictions(table.where[table.clips, 2]), 0)
+    text = np.diff(table.token_offsets) - np.diff(table.clip_offsets)
+    kinds = text, table.lengths - text, sums(predicting, table.clip_offsets), table.text_targets
     return np.stack(kinds, axis=1).astype(np.int64)
 
 
@@ -50,26 +49,25 @@ def step_of(model):
     return plans.Step(model, lambda model: model.layers(model.base_model), loss)
 
 
-def memory(model, setup, data, order):
-    """Memory of the pack with the highest peak. model: empty, as trained."""
+def memory(model, data, setup, order):
+    """{part: bytes} with the largest pack of an order. model: empty, as trained."""
     rows = rows_by_kind(data.table, data.ids)[data.train]
     pack = plans.largest_pack(order, rows, setup.max_tokens_per_batch, columns=2)
     packs = [pack, (*pack, True)] if data.keeper else [pack]        # --keep's are filled alike
-    return max((plans.estimate(step_of(model), setup, pack) for pack in packs),
-               key=lambda needed: needed.peak)
+    return plans.estimate(step_of(model), setup, packs)
 
 
 def choose(args, world, ranks, model, data):
     """--auto: set the flags that the user did not give."""
     longest = 0 if not data.keeper else data.keeper.settings.max_new_tokens + max(
         len(prompt.row(data.ids)["input_ids"]) for prompt in data.keeper.prompts)
-    plans.choose_packs(args, world, ranks, data.table.lengths[data.train],
-                       lambda setup, order: memory(model, setup, data, order), longest)
+    setups = plans.pack_setups(args, ranks, data.table.lengths[data.train], longest)
+    plans.choose(args, world, ranks, setups, partial(memory, model, data))
 
 
 def print_all(args, ranks, model, data, order, lines, left, steps_per_epoch):
     """Print the plan of the steps left; UserError if GPU or disk are too small. model: empty."""
-    table, needed = data.table, memory(model, plans.setup_of(args, ranks), data, order)
+    table, needed = data.table, memory(model, data, plans.setup_of(args, ranks), order)
     new = table.where[:, 0] < 0     # clips that are not encoded
     frames = table.where[new, 2].sum()
     epoch = step_work(model.base_model.config, table, data.train, args.use_lora)["flops"]

@@ -6,10 +6,10 @@ import zlib
 import numpy as np
 import pytest
 
-from core.packing import PackOrder, best_fit, rank_packs, run_length
+from core.packing import PackOrder, best_fit, packs_in_order, rank_packs, run_length
 
 KINDS = [{"samples_per_pack": 3}, {"samples_per_pack": 1}, {"samples_per_pack": 3, "group_by_length": True},
-         {"samples_per_pack": 3, "shuffle": False}, {"tokens_per_pack": 2048}]
+         {"tokens_per_pack": 2048}]
 kinds = pytest.mark.parametrize("kind", KINDS, ids=str)
 
 
@@ -106,7 +106,16 @@ def test_sums_over_packs():
     order, lengths = PackOrder(np.arange(1, 8), samples_per_pack=3, seed=1), np.arange(1, 8)
     sums = [sum(lengths[pack]) for epoch in range(20) for pack in packs(order, epoch)]
     assert sorted(order.sums(lengths)) == sorted(sums)
-    assert sum(order.largest_pack() + 1) == max(sums[:3])
+    assert max(order.sums(lengths, 1)) == max(sums[:3])
+
+
+@pytest.mark.parametrize("n", [0, 1, 6, 7, 24, 25])
+def test_ranks_validate_every_sample_once_in_order(n):
+    numbers = np.arange(n) * 2
+    for world_size in (1, 2, 4):
+        ranks = [packs_in_order(numbers, 3, rank, world_size) for rank in range(world_size)]
+        assert {len(packs) for packs in ranks} == {-(-n // (3 * world_size))}
+        assert [i for together in zip(*ranks) for pack in together for i in pack] == numbers.tolist()
 
 
 def test_plans_of_old_epochs_are_freed():

@@ -10,7 +10,7 @@ import transformers
 from core import kernels, memory
 from core.cli import Parser, UserError, parse
 from core.dist import World
-from core.memory import GIB, Memory, Setup
+from core.memory import GIB, Setup
 from diffusion import plan as block_plan
 from distill import causal_lm, packed_lm
 from distill import plan as chat_plan
@@ -43,19 +43,19 @@ def test_parts_of_the_memory(student):
     step, pack, values = chat_plan.step_of(student), (4096, 2048), 4_022_468_096
 
     def estimate(ranks, parallel, **flags):
-        return memory.estimate(step, Setup(ranks, parallel, gradient_checkpointing="all", **flags), pack)
+        return memory.estimate(step, Setup(ranks, parallel, gradient_checkpointing="all", **flags), [pack])
     alone, sharded = estimate(1, "ddp"), estimate(8, "fsdp")
-    assert [alone.parts[name] / values for name in ("weights", "gradients", "optimizer")] == [4, 0, 8]
-    assert "copies" not in alone.parts and alone.parts["fixed"] == GIB
-    assert sum(sharded.parts[name] for name in ("weights", "gradients", "optimizer")) == 2 * values
+    assert [alone[name] / values for name in ("weights", "gradients", "optimizer")] == [4, 0, 8]
+    assert "copies" not in alone and alone["fixed"] == GIB
+    assert sum(sharded[name] for name in ("weights", "gradients", "optimizer")) == 2 * values
     root, layer = 151936 * 2560 + 2560, (values - 151936 * 2560 - 2560) // 36
-    assert sharded.parts["copies"] == 2 * (root + 3 * layer) + 6 * layer and sharded.parts["fixed"] == 2 * GIB
-    assert estimate(8, "fsdp", reshard_after_forward=False).parts["copies"] == 2 * values + 6 * layer
+    assert sharded["copies"] == 2 * (root + 3 * layer) + 6 * layer and sharded["fixed"] == 2 * GIB
+    assert estimate(8, "fsdp", reshard_after_forward=False)["copies"] == 2 * values + 6 * layer
     away = estimate(8, "fsdp", cpu_offload=True)
-    assert away.parts["weights"] == away.parts["optimizer"] == 0
+    assert away["weights"] == away["optimizer"] == 0
     more = estimate(8, "fsdp", gradient_accumulation_steps=2)
-    assert more.parts["gradients"] == 4.5 * values and more.peak - sharded.peak > 3.9 * values
-    assert estimate(2, "ddp").peak > alone.peak + GIB       # DDP's buckets, all the time
+    assert more["gradients"] == 4.5 * values and sum(more.values()) - sum(sharded.values()) > 3.9 * values
+    assert sum(estimate(2, "ddp").values()) > sum(alone.values()) + GIB       # DDP's buckets, all the time
 
 
 @pytest.mark.slow
@@ -72,18 +72,16 @@ def test_too_little_memory_is_refused():
     """5 % of the GPU stay free. Without a setup that fits, the run does not start."""
     args = flags(1, "--gpu_memory", 24)
     with pytest.raises(UserError, match="memory: about 22.90 GiB needed on each GPU, which has 24.00 GiB, 5 % of"):
-        memory.check_memory(Memory({}, 22.9 * GIB), args)
-    memory.check_memory(Memory({}, 22.7 * GIB), args)
+        memory.check_memory({"weights": 22.9 * GIB}, args)
+    memory.check_memory({"weights": 22.7 * GIB}, args)
     args.dry_run = None
     with pytest.raises(UserError, match="memory: about 30.00 GiB needed on each GPU, which has 24.00 GiB"):
-        memory.choose(args, ALONE, 1, [Setup(1)], lambda setup: Memory({}, 30 * GIB))
+        memory.choose(args, ALONE, 1, [(Setup(1), None)], lambda *_: {"weights": 30 * GIB})
 
 
 def setups_of(args, ranks, lengths):
-    """All Setups of --auto: it tries each, because none fits."""
-    setups = []
-    memory.choose_packs(args, ALONE, ranks, lengths, lambda setup, order: setups.append(setup) or Memory({}, 999 * GIB))
-    return setups
+    """All Setups of --auto, which tries each if none fits."""
+    return [setup for setup, _ in memory.pack_setups(args, ranks, lengths)]
 
 
 @pytest.mark.parametrize("words, sharded, more", [

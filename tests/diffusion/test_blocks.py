@@ -105,7 +105,7 @@ def test_batches_hold_every_whole_document_once(demo, name, pack):
     assert all(len(m) == 1 for m in rows.members) or pack
     order = PackOrder(rows.table["tokens"], samples_per_pack=4, seed=5)
     packs = list(rank_packs(order, 0, 1, 1, epochs=1)) + [[]]
-    loader = pack_loader(rows.members, packs, lambda items: blocks.collate(items, 4, rows), 0, None)
+    loader = pack_loader(rows.members, packs, lambda items: blocks.collate(items, 4, rows), 0)
     for batch, numbers in zip(loader, packs, strict=True):
         n_noisy = rows.noisy_length
         assert batch.tokens.shape == (4, n_noisy + length) and batch.copied.shape == (4, n_noisy) and (
