@@ -31,8 +31,7 @@ class Table:
 
     def __init__(self, folder):
         for path in Path(folder).glob("*.npy"):
-            empty = path.stat().st_size <= 128      # a header alone cannot be mapped
-            setattr(self, path.stem, np.load(path, mmap_mode=None if empty else "r"))
+            setattr(self, path.stem, np.load(path, mmap_mode="r"))
         codes = json.loads((Path(folder) / "codes.json").read_text())
         cache = os.path.normpath(os.path.join(folder, codes["folder"]))
         self.reader, self.sources = CodeReader(cache, codes["shards"]), codes["sources"]

@@ -71,12 +71,11 @@ def check_flags(args, world_size):
                 f"--code_cache: {path} has its codes already; drop the flag")
     cli.above_zero(args, "sample_seconds keep_weight")
     cli.at_least_one(args, "keep_every")
-    for wrong, why in (
-            (args.train_audio_table and not args.use_lora, "--train_audio_table needs --use_lora"),
-            (args.use_lora and args.freeze_llm, "--use_lora freezes the base: drop --freeze_llm"),
-            (args.keep and not args.use_lora, "--keep needs --use_lora"),
-            (args.keep and args.train_audio_table, "--keep excludes --train_audio_table")):
-        require(not wrong, why)
+    full = not args.use_lora
+    require(not (full and args.train_audio_table), "--train_audio_table needs --use_lora")
+    require(full or not args.freeze_llm, "--use_lora freezes the base: drop --freeze_llm")
+    require(not (full and args.keep), "--keep needs --use_lora")
+    require(not (args.keep and args.train_audio_table), "--keep excludes --train_audio_table")
     cli.set_accumulation(args, world_size, p)
 
 
@@ -91,7 +90,6 @@ import torch
 
 from core import (adapters, checkpoint, dist, json_files, metrics, optim, packing, run,
                   tensor_io)
-from core.packing import PackOrder, rank_packs, run_length
 from data import collate, make_loader, make_table, split_samples, usable_samples
 from speech import weights
 from speech.dataset import read_flags
@@ -208,10 +206,10 @@ if state.get("best_step") is not None and state["validation"] == validation:
 # ---- Order of the packs: a function of (seed, epoch) alone, so any number of ranks continues it
 accumulation = args.gradient_accumulation_steps
 per_step = ranks * accumulation     # packs; micro-step m of rank r takes pack first + m * ranks + r
-order = PackOrder(table.lengths[train_ids], train_ids, tokens_per_pack=args.max_tokens_per_batch,
-                  samples_per_pack=args.per_device_train_batch_size, seed=args.seed,
-                  group_by_length=args.group_by_length)
-steps_per_epoch, total_steps = run_length(
+order = packing.PackOrder(
+    table.lengths[train_ids], train_ids, tokens_per_pack=args.max_tokens_per_batch, seed=args.seed,
+    samples_per_pack=args.per_device_train_batch_size, group_by_length=args.group_by_length)
+steps_per_epoch, total_steps = packing.run_length(
     order.packs_per_epoch, per_step, args.num_train_epochs, args.max_steps,
     {"step": step, "epoch": epoch, "first": first_pack})
 validates = bool(len(eval_ids) or prompts)
@@ -353,7 +351,7 @@ unlogged = state["unlogged"] if resume and main_rank else [0.0] * (n_sums + 2)
 sums = torch.tensor(unlogged, dtype=torch.float64, device=device)
 monitor = optim.StepMonitor(world, table.name, args.max_bad_steps, state.get("skipped", 0), scaler)
 epochs = sys.maxsize if args.max_steps else args.num_train_epochs
-packs = rank_packs(order, world.rank, world.size, accumulation, epochs, epoch, first_pack)
+packs = packing.rank_packs(order, world.rank, world.size, accumulation, epochs, epoch, first_pack)
 batches = packing.iterate(make_loader(      # loader processes read ahead
     table, ids, packs, args.num_workers, args.max_tokens_per_batch))
 eval_due = bool(state.get("eval_due") and validates)    # if a stop interrupted a validation

@@ -1,7 +1,4 @@
-"""Attention inside packed documents, recomputation of layers, and whether torch.compile works.
-
-Layers are transformers' code. On a GPU torch.compile fuses their norms and activations.
-"""
+"""Attention inside packed documents, recomputation of layers, and whether torch.compile works."""
 import functools
 import inspect
 

@@ -164,8 +164,3 @@ def verdict(rows):
     for _, share in curve(rows, "eval/stop_rate")[-1:]:
         clauses.append(f"{percent(share)} of the sample prompts ended by themselves")
     return clauses
-
-
-def speech_clause(wer):
-    degree = "" if wer <= 0.15 else "partly " if wer <= 0.5 else "not "
-    return f"speech is {degree}understood (word errors {percent(wer)})"

@@ -110,7 +110,7 @@ evaluations = [{"name": path.parent.name} | cli.remove_secrets(json_files.read_o
                for path in sorted(run.rglob("evaluation.json")) if path.is_file()]
 evaluations.sort(key=lambda evaluation: not evaluation["name"].startswith(BEFORE))
 clauses = metrics.verdict(rows) + [
-    f"{e['name']}: {metrics.speech_clause(e['metrics']['wer'])}" for e in evaluations
+    f"{e['name']}: word errors {metrics.percent(e['metrics']['wer'])}" for e in evaluations
     if e["metrics"].get("wer") is not None]
 clauses = "".join(f"<li>{escape(clause[0].upper() + clause[1:])}." for clause in clauses)
 flags = cli.remove_secrets(json_files.read_text(config)) if config.is_file() else ""

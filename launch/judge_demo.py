@@ -127,7 +127,7 @@ def main(before, after):
     failed = [name for name, passed in criteria(trained, gain).items() if not passed]
     low, high = interval(texts, trained["errors"])
     clauses = [f"FAILED: {', '.join(failed)}"] * bool(failed) + [
-        f"{metrics.speech_clause(trained['wer'])}, 95 % between {low:.1%} and {high:.1%}",
+        f"word errors {metrics.percent(trained['wer'])}, 95 % between {low:.1%} and {high:.1%}",
         f"{metrics.percent(trained['voice'])} of the frames have the new voice's code",
         f"{metrics.percent(trained['stop_rate'])} ended by themselves"]
     for folder, row in ((before, base), (after, trained)):

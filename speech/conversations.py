@@ -228,10 +228,9 @@ def sample_name(location, entry):
 
 def sample_text(sample):
     """One line that shows how a sample was read: texts and clips in order, and the labels."""
-    parts = [f"text {piece[:60]!r}" if isinstance(piece, str) else f"audio {piece.path}"
+    parts = [piece if isinstance(piece, str) else piece.path
              for turn in sample.turns if turn.role != "system" for piece in turn.parts]
-    labels = {"speaker": sample.speaker, "language": sample.language}
-    return ", ".join(parts + [f"{name} {value}" for name, value in labels.items() if value])
+    return f"{parts}, speaker {sample.speaker or None}, language {sample.language or None}"
 
 
 def message_parts(message, paths):

@@ -31,7 +31,6 @@ from core import checkpoint, json_files
 from core.cli import UserError, plural, one_line, require
 from core.dist import error_names_file, rank0
 from core.packing import Column, map_chunks, token_lists
-from core.json_files import Problem
 from speech.conversations import (CHATML, SHORTENED, BadSample, Clip, Paths, Reading, Sample,
                                   canonical_sample, is_chatml, sample_name, sample_text,
                                   source_paths)
@@ -50,7 +49,7 @@ SHARD_COLUMNS = ("lengths", "keys", "files", "file_keys", "checksums", "measures
 def problem_of(table, i, check, reason):
     """Problem of sample i of a Table or TableBuilder."""
     file = next((s["path"] for s in table.sources if s["first"] <= i < s["stop"]), "")
-    return Problem(table.name(i), check, reason, file, i)
+    return json_files.Problem(table.name(i), check, reason, file, i)
 
 
 # ---- Reading: the files of a run -> Samples
@@ -109,7 +108,7 @@ def open_source(path, reading, problems, folder, held_out=False, number=0, make=
                 # off: this text was spoken without normalisation, by generate_tts.py
                 sample = make(name, entry, paths, reading.normalize and setting != "off")
             except BadSample as error:
-                yield Problem(name, error.check, error, path)
+                yield json_files.Problem(name, error.check, error, path)
             else:
                 sample.notes.extend(map(tuple, misc.get("notes", ())))
                 yield sample
@@ -142,7 +141,6 @@ def read_all(builder, sources, problems, folder=None, inspect=None):
         if first := next((sample for sample in samples if isinstance(sample, Sample)), None):
             print(f"           first: {one_line(sample_text(first))}", flush=True)
         if not kept and not problems.fatal:
-            problems.settle()
             raise UserError(f"{path}: holds no samples{' that can be used' if lost else ''}")
         builder.sources.append({"path": str(path), "weight": weight, "held_out": held_out,
                                 "first": start, "stop": len(builder)})
@@ -181,7 +179,7 @@ def tokenise(entries, tokenizer, ids, file="", drop=(), inspect=None):
     control, tags = ids.forbidden_tokens(tokenizer), ids.known_tags(tokenizer)
     rows, samples, notices, refused = [], [], Counter(), []     # rows: (name, stream)
     for sample in entries:
-        if isinstance(sample, Problem):
+        if isinstance(sample, json_files.Problem):
             refused.append(sample)
             continue
         marked = [turn for turn in sample.turns if "<|" in turn.text]
@@ -193,7 +191,7 @@ def tokenise(entries, tokenizer, ids, file="", drop=(), inspect=None):
                 raise BadSample(f"text contains the control token {token}", "control_token")
             streams, omissions = ids.streams(sample)
         except BadSample as error:
-            refused.append(Problem(sample.name, error.check, error, file))
+            refused.append(json_files.Problem(sample.name, error.check, error, file))
             continue
         rows += streams
         samples += [sample] * len(streams)
@@ -409,14 +407,8 @@ class CodeReader:
 def ensure_codes(world, clips, encoding):
     """ClipCodes of unique Clips on rank 0, else None; new clips are encoded. Collective; only rank
     0 needs `clips`."""
-    known = None
-
-    def is_incomplete():
-        nonlocal known
-        known = look_up(encoding.folder(), clips)
-        return bool(known.missing())
-
-    if rank0(world, is_incomplete):
+    known = look_up(encoding.folder(), clips) if world.is_main else None
+    if rank0(world, lambda: bool(known.missing())):
         from speech import codes
         return codes.fill_cache(world, clips, encoding)
     return known

@@ -187,7 +187,7 @@ def test_the_demo_of_the_readme(tmp_path, quick):
     assert "verdict    FAILED: word errors" in done.stdout and "resumed from" in done.stdout, done.stdout[-3000:]
     assert len(done.stdout.splitlines()) <= 55      # 60 with the step lines of the whole demo
     page, = tmp_path.glob("run-*/report.html")
-    assert re.search(r"<li>After: speech is [a-z ]*understood \(word errors \d", page.read_text())
+    assert re.search(r"<li>After: word errors \d", page.read_text())
     # the picture shows the page of a whole demo, 1300 x 1440 in Chromium; its caption lists the parts
     parts = ", ".join(re.findall("<h2>([^<]+)</h2>", page.read_text()))
     assert f"![The demo's report: {parts}](docs/report.png)" in " ".join(TEXTS["README.md"].split()), parts

@@ -119,7 +119,8 @@ def test_spoken_rows_are_the_samples_that_training_would_see(model, data, tmp_pa
         assert np.array_equal(keeper.samples[0][name], value), name
     assert (keeper.samples[0]["audio_targets"] != IGNORE).any()
     longest, table = [], SimpleNamespace(lengths=np.zeros(1))
-    monkeypatch.setattr(plan.plans, "choose_packs", lambda *words: longest.append(words[-1]))
+    monkeypatch.setattr(plan.plans, "pack_setups", lambda *words: longest.append(words[-1]))
+    monkeypatch.setattr(plan.plans, "choose", lambda *words: None)
     keeper.settings = SimpleNamespace(max_new_tokens=100)
     plan.choose(args, World(), 1, model, plan.Data(table, ids, np.array([0]), keeper))
     assert longest == [100 + len(prompt.row(ids)["input_ids"])] and longest[0] > 100 + len(reference)
