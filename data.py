@@ -72,23 +72,23 @@ def make_table(world, tokenizer, ids, sources, encoding, output_dir, dry=False):
         return table
     require(not is_prepared(output_dir), f"--output_dir {output_dir}: is a folder of "
             "prepare_tts.py; give another one")
-    problems = Problems(sources.drop, None if dry else output_dir)
+    of_rows, of_audio = (Problems(sources.drop, None if dry else output_dir) for _ in range(2))
 
-    def report():
+    def report(problems):
         if dropped := problems.settle():
             print(f"data       dropped: {dropped}", flush=True)
 
     def read():
-        read_all(builder, sources, problems, Path(output_dir) / "data")
-        if not dry:     # which lists bad rows and bad audio together
-            report()
+        read_all(builder, sources, of_rows, Path(output_dir) / "data")
+        if not dry:
+            report(of_rows)     # before hours of encoding
 
     def write():
+        problems = of_rows if dry else of_audio     # a dry run reports both together
         if codes.errors or ids.min_frames > 1:      # of TTS 3, any clip may be too short
             from speech.codes import find_bad_audio
             problems.add(find_bad_audio(builder, codes))
-        if dry or codes.errors:
-            report()
+        report(problems)
         # absolute: the table takes a relative path as relative to its folder
         builder.write(os.path.abspath(codes.folder), codes.shards, codes.where)
         return builder.folder

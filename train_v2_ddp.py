@@ -253,7 +253,6 @@ if keep_loss:
     watch.report_progress("the base speaks --keep", args.wait_timeout)
     lines.append(keep_loss.speak(world, model, autocast))
 n_sums = ids.num_codebooks + N_EXTRA       # length of batch_sums()
-# the same order at each validation; each rank takes a share of the packs
 eval_packs = packing.packs_in_order(
     eval_ids, args.per_device_eval_batch_size, world.rank, world.size)
 

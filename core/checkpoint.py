@@ -135,8 +135,6 @@ def lock_folder(folder, flag="--output_dir", name="run", wait_s=WAIT_S, waiting=
     # opening a pipe could hang
     require(not os.path.lexists(path) or stat.S_ISREG(os.lstat(path).st_mode),
             f"{path}: is not a file; move it away, a run locks a file of this name")
-    if path in _held:       # by an earlier run of this process
-        _held[path].close()
     while True:
         lock = _held[path] = open(path, "a")
         try:

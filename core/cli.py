@@ -3,6 +3,7 @@
 Imports the standard library only, so --help and mistakes are answered before torch is imported.
 """
 import argparse
+import contextlib
 import ctypes
 import faulthandler
 import importlib.util
@@ -23,8 +24,7 @@ CONFIG = "run.yaml"     # in OUTPUT_DIR: the flags that repeat a run
 SHOWN = 20              # problems in an error
 CPUS = len(os.sched_getaffinity(0))     # cores of this job, which may be a share of the node
 
-# {flag of Hugging Face's scripts, ms-swift and earlier trainers: our name}. A script that has our
-# flag accepts the other name too, but --help does not show it.
+# {name of a flag in Hugging Face's scripts, ms-swift or earlier trainers: ours}; not in --help
 OLD_NAMES = {
     "--model_name_or_path": "--model_path", "--lora_r": "--lora_rank", "--deepspeed": "--parallel",
     "--train_data": "--train_data_file", "--train_data_dir": "--train_data_file",
@@ -69,8 +69,9 @@ def print_error(text):
     lines = [one_line(line, 2000).removeprefix("  ") for line in str(text).strip().split("\n")]
     print("\n  ".join(lines), file=sys.stderr, flush=True)
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        report = {"message": lines[-1].strip(), "timestamp": int(time.time())}
-        Path(path).write_text(json.dumps(report))
+        report = {"message": lines[-1].strip(), "extraInfo": {"timestamp": int(time.time())}}
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps({"message": report}))
 
 
 def report_error(kind, error, trace):

@@ -246,7 +246,7 @@ def fill_cache(world, clips, encoding):
                 folder, "--code_cache", wait_s=0.9 * encoding.wait_limit_s, waiting=check_stop))
         except run.Stopped:
             return folder, None
-        checkpoint.remove_named(folder, r"\.codes-[0-9a-f]{32}\.safetensors\.tmp")    # of a kill
+        checkpoint.remove_named(folder, r"\.codes-[0-9a-f]{32}\.safetensors\.tmp.*")    # of a kill
         known = look_up(folder, clips)      # another run may have filled it
         jobs = {}
         for i in known.missing():

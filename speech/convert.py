@@ -800,7 +800,9 @@ def main(argv=None):
     to_chatml(args.source, args.output, problems := [], columns=args.columns)
     print(*problems[:20], sep="\n")
     with open(args.output, encoding="utf-8") as file:
-        print(f"first row: {one_line(file.readline())}")
+        first = file.readline()
+    require(first, f"{args.source}: holds no row that can be used")
+    print(f"first row: {one_line(first)}")
 
 
 if __name__ == "__main__":

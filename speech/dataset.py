@@ -153,11 +153,13 @@ def read_all(builder, sources, problems, folder=None, inspect=None):
 
 @contextlib.contextmanager
 def new_builder(world, tokenizer, ids, output_dir):
-    """Context with (TableBuilder, list of its clips); None, [] on ranks > 0. At its end the tables
-    of earlier starts are deleted, also those of failed ones."""
+    """Context with (TableBuilder, list of its clips); None, [] on ranks > 0. Tables of earlier
+    starts are deleted: at the end of the context, and before it unless output_dir is prepared."""
     if not world.is_main:
         yield None, []
         return
+    if not is_prepared(output_dir):
+        checkpoint.remove_named(output_dir, r"table-[0-9a-f]{8}")
     name = f"table-{uuid.uuid4().hex[:8]}"
     builder = TableBuilder(tokenizer, ids, Path(output_dir) / name)
     yield builder, builder.clips
@@ -175,7 +177,7 @@ def tokenise(entries, tokenizer, ids, file="", drop=(), inspect=None):
     "notices", "refused" ([Problem] of unusable samples) and "inspected".
 
     entries: Samples and Problems of a file. drop: checks whose samples are dropped. inspect: None,
-    or function(the Sample of each row of the table, file) -> "inspected"."""
+    or function([(Sample, number of its rows in the table)], file) -> "inspected"."""
     control, tags = ids.forbidden_tokens(tokenizer), ids.known_tags(tokenizer)
     rows, samples, notices, refused = [], [], Counter(), []     # rows: (name, stream)
     for sample in entries:
@@ -194,7 +196,7 @@ def tokenise(entries, tokenizer, ids, file="", drop=(), inspect=None):
             refused.append(json_files.Problem(sample.name, error.check, error, file))
             continue
         rows += streams
-        samples += [sample] * len(streams)
+        samples.append((sample, len(streams)))
         # tags in a text to speak that this model does not know
         unknown = {tag for turn in marked if turn.role != "system"
                    for tag in re.findall(r"<\|[^<>|]*\|>", turn.text)} - tags

@@ -102,9 +102,10 @@ def facts_of(sample):
 
 
 def inspect(samples, file):
-    """(FACTS of each Sample of a file, [Problem] of their notes)."""
-    return np.array(list(map(facts_of, samples)), FACTS), [
-        Problem(sample.name, *note, file) for sample in samples for note in sample.notes]
+    """(FACTS of each row of the table, [Problem] of notes) of [(Sample, number of its rows)]."""
+    facts = [facts_of(sample) for sample, rows in samples for _ in range(rows)]
+    return np.array(facts, FACTS), [
+        Problem(sample.name, *note, file) for sample, _ in samples for note in sample.notes]
 
 
 def find_problems(builder, facts, codes, least, most):

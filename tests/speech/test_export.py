@@ -258,7 +258,7 @@ def test_original_weights_compute_what_the_native_ones_do(tiny, original, data):
     assert torch.equal(logits(model, data), logits(expected, data))
 
 
-def test_original_config_gives_the_released_read_config():
+def test_original_config_gives_the_released_native_config():
     """The names of the RoPE settings differ, its frequencies do not."""
     config = published_config()
     native, text = weights.read_config(config), config["text_config"]

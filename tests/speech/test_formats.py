@@ -284,6 +284,10 @@ def test_the_script(folder, quick_python):
     assert done.returncode == 0 and "2 rows = 1 kept + 1 refused" in done.stdout, done.stderr
     assert "1 are of another split" in done.stdout and "m.csv line 3 (b.wav): its text is empty" in done.stdout
     assert f'first row: {(folder / "out.jsonl").read_text().strip()[:100]}' in done.stdout
+    path = write(folder, {"n.csv": "audio,text\na.wav,\n"})
+    done = subprocess.run([quick_python, ROOT / "speech" / "convert.py", path, "--output", folder / "none.jsonl"],
+                          capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr == f"error: {path}: holds no row that can be used\n"
     (entry,) = map(json.loads, (folder / "out.jsonl").read_text().splitlines())
     assert entry["messages"][-1]["content"]["audio_url"] == str(folder / "a.wav")
     assert (entry["speaker"], entry["language"], entry["split"]) == ("anna", "en", "train")
