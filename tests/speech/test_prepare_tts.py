@@ -13,7 +13,7 @@ from core.cli import UserError
 from core.dist import World
 from data import SpeechSamples, Table, make_table, split_samples, usable_samples
 from speech import prepare_tts
-from speech.conversations import CHECKS
+from speech.conversations import CHECKS, Sample
 from speech.dataset import Encoding, Reading, Sources
 from tests.helpers.trainer import RUN_SCRIPT, speech_main
 
@@ -216,6 +216,13 @@ def test_validation_audio_in_training_is_found(tiny, tokenizer, ids, faulty, tmp
     assert "eval\\x1b[31m.jsonl" in output and "\x1b" not in output
     with pytest.raises(UserError, match="no training samples are left"):
         usable_samples(table, np.array([2]), np.array([4, 5]), **limits)
+
+
+def test_a_note_counts_once_for_all_rows_of_a_sample():
+    """TTS 3 makes a row of each trained turn."""
+    noted = Sample("a.jsonl line 1", [], "anna", "en", [("own_reference", "its reference is the trained clip")])
+    facts, notes = prepare_tts.inspect([(noted, 2), (noted, 0)], "a.jsonl")
+    assert len(facts) == 2 and [note.check for note in notes] == ["own_reference"] * 2
 
 
 def test_a_failed_start_keeps_the_prepared_table(tiny, tokenizer, ids, speech, folder, tmp_path, monkeypatch):
