@@ -86,7 +86,7 @@ def add_saved_lora(model, folder, whole=()):
     saved, usual = json_files.read_object(path), LoraConfig()
     unsupported = [f"{name} {value!r}" for name, value in saved.items()
                    if name not in FIELDS and value and value != getattr(usual, name, None)
-                   and not (name == "modules_to_save" and set(value) <= set(whole))]
+                   and not (name == "modules_to_save" and set(map(str, value)) <= set(whole))]
     require(not unsupported, f"{path}: the adapter has {', '.join(unsupported)}, which is not "
             "supported; merge it into its base with PEFT")
     try:

@@ -250,16 +250,15 @@ def pack_setups(args, ranks, lengths, longest=0):
     order_of = functools.cache(lambda budget: PackOrder(
         lengths, tokens_per_pack=budget, samples_per_pack=args.per_device_train_batch_size,
         seed=args.seed, group_by_length=getattr(args, "group_by_length", False)))
-    ways, accumulation = list_ways(args, setup), setup.gradient_accumulation_steps
+    ways = list_ways(args, setup)
     for way, budget in itertools.product(ways, budgets):
         if budget < min(LARGE, budgets[0]) and way != ways[-1]:
             continue
         order = order_of(budget)
         if args.global_batch_size and budget and "gradient_accumulation_steps" not in args.named:
             packs = order.packs_per_epoch * step_samples / len(lengths)
-            accumulation = max(1, round(packs / ranks))
-        yield way._replace(max_tokens_per_batch=budget,
-                           gradient_accumulation_steps=accumulation), order
+            way = way._replace(gradient_accumulation_steps=max(1, round(packs / ranks)))
+        yield way._replace(max_tokens_per_batch=budget), order
 
 
 def choose(args, world, ranks, setups, memory_of):

@@ -118,7 +118,7 @@ class MetricsLog:
             self.wandb.log(values, step=step)
 
     def write_speech(self, step, name, wave, rate):
-        """Write a sound, (n,) float32 in -1..1 at `rate` Hz, to TensorBoard."""
+        """Write a sound, (n,) float32 in -1..1 at `rate` Hz, to TensorBoard. write() flushes it."""
         if self.board and len(wave):
             self.board.add_audio(name, wave.clip(-1, 1)[None], step, rate)
 

@@ -38,7 +38,7 @@ ARGS = cli.parse(build_parser()) if __name__ == "__main__" else None
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from core import checkpoint
-from diffusion.problems import CALCULATOR, END, read_entries, read_problems
+from diffusion.problems import CALCULATOR, END, read_problems, read_rows
 
 # the first operator found names a step
 VERBS = (("/", "Divide"), ("*", "Multiply"), ("-", "Subtract"), ("+", "Add"))
@@ -65,7 +65,7 @@ def teacher_line(problem):
 def read_teacher(path, problems):
     """Plans of these problems from the chat JSONL of create_data.py. UserError."""
     asked, plans = list(map(teacher_line, problems)), {}
-    for name, record in read_entries(path, "train"):
+    for name, record in read_rows(path, "train"):
         try:
             question, plan = (m["content"] for m in record["messages"])
             plans[question] = " ".join(plan.split())

@@ -40,7 +40,7 @@ def read_problems(path, split, system, strip_calculator=False, bad=None):
     """List of Problems of a JSONL or JSON file, a dataset folder or a hub dataset (its `split`).
     bad: list to which unusable problems are added; None: UserError that lists them."""
     problems, wrong = [], [] if bad is None else bad
-    for name, entry in read_entries(path, split):
+    for name, entry in read_rows(path, split):
         try:
             problems.append(parse_problem(name, entry, system, strip_calculator))
         except ValueError as error:
@@ -74,7 +74,7 @@ def parse_problem(name, entry, system, strip_calculator):
     return Problem(name, texts["question"], solution, answer, texts.get("plan", ""))
 
 
-def read_entries(path, split):
+def read_rows(path, split):
     """Yield (name, JSON value) of the problems of a file, folder or hub dataset. UserError."""
     source = Path(path)
     if not source.exists():

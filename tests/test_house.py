@@ -41,7 +41,7 @@ def test_python_files_are_clean():
 
 
 # Lines of a folder's files. Size is a cost: these numbers only fall; a change that needs more takes lines away elsewhere.
-CEILINGS = {"*.py": 898, "core/*.py": 3_705, "speech/*.py": 5_368, "distill/*.py": 3_045, "diffusion/*.py": 3_110,
+CEILINGS = {"*.py": 861, "core/*.py": 3_553, "speech/*.py": 5_339, "distill/*.py": 3_043, "diffusion/*.py": 3_082,
             "minimal/*.py": 941, "bench/*.py": 1_746, "launch/*.sh": 998, "tests/*.py": 14_860}
 
 
