@@ -25,7 +25,7 @@ PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</t
 body {{ font: 15px/1.5 system-ui, sans-serif; margin: 16px; overflow-wrap: anywhere }}
 .grid {{ display: grid; gap: 14px; grid-template-columns: repeat(auto-fill, minmax(300px, 1fr)) }}
 figure {{ margin: 0 }} svg, audio {{ width: 100% }} svg {{ border: 1px solid #8886 }}
-td {{ padding: 3px 18px 3px 0; border-top: 1px solid #8886 }} pre {{ white-space: pre-wrap }}
+td {{ padding: 3px 18px 3px 0 }} pre {{ white-space: pre-wrap; columns: 3 }}
 </style><h1>{title}</h1>{body}</html>
 """
 
