@@ -182,7 +182,9 @@ def test_files_are_synced_before_the_rename(tmp_path, monkeypatch):
     assert before >= {str(path) for path in [final, *final.rglob("*")]}
     assert ("fsync", str(tmp_path)) in calls[renamed:]
     calls.clear()
+    (tmp_path / ".run.yaml.tmp").symlink_to(tmp_path / "a file of somebody else")
     checkpoint.write_text(tmp_path / "run.yaml", "a: 1\n")
+    assert not (tmp_path / "a file of somebody else").exists()
     assert [name for name, _ in calls] == ["fsync", "replace", "fsync"] and calls[2][1] == str(tmp_path)
 
 

@@ -1,4 +1,6 @@
 """Printed and saved texts of users have no passwords, no control characters and a bounded length."""
+import json
+
 import pytest
 
 from core import cli
@@ -15,3 +17,12 @@ def test_passwords_and_keys_of_addresses_are_not_kept():
     ("x" * 30, "x" * 5 + "[... 20 characters ...]" + "x" * 5), ("http://" + "p" * 30 + "@h", "http://***@h")])
 def test_printed_texts(text, shown):
     assert cli.one_line(text, 20 if "@" in text else 10) == shown
+
+
+def test_torchrun_repeats_the_last_line(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", f"{tmp_path}/error.json")
+    cli.print_error("first\nlast")
+    report = json.loads((tmp_path / "error.json").read_text())["message"]
+    assert report["message"] == "last" and report["extraInfo"]["timestamp"] > 0
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/dev/full")
+    cli.print_error("a full disk must not add a traceback")

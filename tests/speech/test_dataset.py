@@ -10,7 +10,7 @@ from core.dist import World
 from core.json_files import Problems
 from data import make_table, split_validation
 from speech.conversations import CHECKS, Clip
-from speech.dataset import Encoding, Sources, TableBuilder, read_all
+from speech.dataset import ClipCodes, Encoding, Sources, TableBuilder, read_all
 
 
 @pytest.fixture
@@ -128,3 +128,19 @@ def test_bad_rows_are_listed_before_audio_is_encoded(tools, tmp_path, monkeypatc
     with pytest.raises(OSError, match="disk full"):
         make_table(World(device=torch.device("cpu")), *tools, sources, Encoding("codec", out / "codes", 8), out)
     assert not (out / "table-0000000f").exists()
+
+
+@pytest.mark.parametrize("errors, least, dropped", [({1: "1.wav is broken"}, 1, 1), ({}, 31, 1), ({}, 30, 0)])
+def test_bad_audio_is_reported_without_the_bad_rows(tools, tmp_path, monkeypatch, capfd, errors, least, dropped):
+    """Clips have 30 and no, or 40 and 30 frames. TTS 3 needs a least number of them."""
+    write_entries(tmp_path / "in", "list", 0)
+    (tmp_path / "in" / "m.csv").write_text("audio,text\n0.wav,One.\n1.wav,Two.\n2.wav,\n")
+    where = np.array([[0, 0, 30, 0], [-1, -1, 0, -1]] if errors else [[0, 0, 40, 0], [0, 40, 30, 0]])
+    known = ClipCodes(tmp_path, ["s"], where, np.full((2, 5), np.nan), errors)
+    monkeypatch.setattr("data.ensure_codes", lambda *_: known)
+    monkeypatch.setattr(type(tools[1]), "min_frames", least)
+    sources = Sources([(tmp_path / "in" / "m.csv", 1.0, False)], drop=("empty_text", "audio"))
+    table = make_table(World(), *tools, sources, Encoding("codec", "codes", 8), tmp_path / "out")
+    assert table.audible.tolist() == [True, not dropped]
+    output = capfd.readouterr().out
+    assert output.count("1 empty_text; see") == 1 and output.count("dropped: 1 audio; see") == dropped
