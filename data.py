@@ -1,8 +1,8 @@
 """Your files -> labelled, packed batches of conversations and codec codes.
 
 Rank 0 tokenises every sample once into a table on disk (speech/dataset.py); clips are encoded once
-into a cache (speech/codes.py). A loader worker turns a list of sample numbers into one PackedBatch:
-delay pattern, labels (shifted by one) and every index the GPU needs. No worker touches CUDA.
+into a cache (speech/codes.py). A thread turns a list of sample numbers into one PackedBatch:
+delay pattern, labels (shifted by one) and every index the GPU needs.
 """
 import hashlib
 import json
@@ -246,6 +246,6 @@ def collate(samples, ids, pad_to=0):
 
 
 def make_loader(table, ids, packs, num_workers, pad_to=0):
-    """DataLoader of PackedBatches over `packs`, an iterable of lists of sample numbers."""
+    """Iterator over PackedBatches of `packs`, an iterable of lists of sample numbers."""
     return packing.pack_loader(SpeechSamples(table, ids), packs, lambda samples: collate(
         samples, ids, pad_to), num_workers)

@@ -293,7 +293,7 @@ def validate():
     values, total = {}, torch.zeros(n_sums, dtype=torch.float64, device=device)
     model.eval()        # no dropout
     loader = make_loader(table, ids, eval_packs, min(1, args.num_workers))
-    for i, batch in enumerate(packing.iterate(loader)):
+    for i, batch in enumerate(loader):
         # often enough for a prompt stop, rarely enough to cost nothing
         if i % 16 == 0 and run.any_stop(world, args.output_dir):
             return None
@@ -351,8 +351,8 @@ sums = torch.tensor(unlogged, dtype=torch.float64, device=device)
 monitor = optim.StepMonitor(world, table.name, args.max_bad_steps, state.get("skipped", 0), scaler)
 epochs = sys.maxsize if args.max_steps else args.num_train_epochs
 packs = packing.rank_packs(order, world.rank, world.size, accumulation, epochs, epoch, first_pack)
-batches = packing.iterate(make_loader(      # loader processes read ahead
-    table, ids, packs, args.num_workers, args.max_tokens_per_batch))
+# threads read ahead
+batches = make_loader(table, ids, packs, args.num_workers, args.max_tokens_per_batch)
 eval_due = bool(state.get("eval_due") and validates)    # if a stop interrupted a validation
 log = run.open_log(args, world, step, eval_due)
 print0(metrics.model_text(model, args.use_lora), *lines)

@@ -166,8 +166,7 @@ def lock_folder(folder, flag="--output_dir", name="run", wait_s=WAIT_S, waiting=
 
 # ---- The checkpoints of a run
 
-# one thread for the whole run, whose end the exit awaits: a loader that is forked while a thread
-# starts or ends may hang (Python 3.11)
+# the exit waits for this thread
 _writer = ThreadPoolExecutor(1)
 _writing = []       # Future of the checkpoint that it writes
 

@@ -289,7 +289,7 @@ def trainer_flags(p):
     flag("--gradient_checkpointing", None, "recompute all layers in backward: less memory",
          nargs="?", const="all", choices=("all", None), metavar="true|false",
          type=alias(**dict.fromkeys(TRUE, "all"), **dict.fromkeys(FALSE)))
-    flag("--num_workers", 2, "loader processes per rank, 0 = in the trainer")
+    flag("--num_workers", 2, "threads per rank that load data, 0 = in the trainer")
     flag("--collective_timeout", 600, "seconds until a hanging rank is named and the run aborts")
     flag("--wait_timeout", 21600, argparse.SUPPRESS)    # in data preparation, validation and saves
     # logging and checkpoints

@@ -7,7 +7,6 @@ where NCCL's watchdog would fire, another for the thread that writes checkpoints
 import contextlib
 import multiprocessing
 import os
-import signal
 import sys
 import threading
 import time
@@ -96,8 +95,7 @@ def single_process():
 
 
 def finish():
-    """Leave the process group and end loader processes; the last call of a script."""
-    kill_loaders()
+    """Leave the process group; the last call of a script."""
     if dist.is_initialized():
         time.sleep(0.1)     # a gloo thread that releases its last work needs the GIL once more
         dist.destroy_process_group()
@@ -115,16 +113,10 @@ def report_error(kind, error, trace):
     if alone or watchdog.is_cause(error, _world.store):
         cli.report_error(kind, error, trace)
     sys.stdout.flush()
-    kill_loaders()
+    for child in multiprocessing.active_children():     # else the exit waits for its work
+        child.kill()
     if dist.is_initialized():
         os._exit(130 if kind is KeyboardInterrupt else 1)
-
-
-def kill_loaders():
-    """End loader processes: they ignore SIGTERM, and the interpreter's exit would wait for them."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)       # torch's handler would raise
-    for child in multiprocessing.active_children():
-        child.kill()
 
 
 @contextlib.contextmanager

@@ -10,18 +10,19 @@ import functools
 import itertools
 import os
 import signal
+from collections import deque
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
-from multiprocessing.reduction import ForkingPickler
+from multiprocessing import get_context
 from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
 
-from core.cli import UserError, first_line, require
-from core.dist import error_names_file, kill_loaders
-from core.run import BLOCKED_SIGNALS, init_loader
+from core import cli
+from core.dist import error_names_file
 
 # --group_by_length: the packs of a step have similar lengths, but steps come in random order. So
 # blocks of sorted packs are shuffled: of the largest of SIZES that gives BLOCKS of them.
@@ -140,10 +141,7 @@ def run_length(packs_per_epoch, per_step, epochs, max_steps, position):
     return steps_per_epoch, max_steps or position["step"] + max(0, left)
 
 
-# ---- Batches from loader processes
-
-# tensors come from them as arrays: torch would use /dev/shm, which may be small
-ForkingPickler.register(torch.Tensor, lambda tensor: (torch.from_numpy, (tensor.numpy(),)))
+# ---- Batches, and work ahead of the trainer
 
 
 class Batch:
@@ -161,56 +159,56 @@ class Batch:
         return replace(self, **moved)
 
 
-def pack_loader(samples, packs, collate, num_workers):
-    """DataLoader of collate([samples[i] for i in pack]) over `packs`, lists of sample numbers."""
-    # fork shares the mapped files; without a generator the loader would use the one of dropout
-    return DataLoader(samples, batch_sampler=packs, collate_fn=collate, num_workers=num_workers,
-                      worker_init_fn=init_loader, generator=torch.Generator(),
-                      prefetch_factor=4 if num_workers else None,
-                      multiprocessing_context="fork" if num_workers else None)
-
-
-def iterate(loader):
-    """Iterator over a DataLoader's batches. Its processes are forked now and end with it."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)  # until loaders ignore them
-    try:
-        batches = iter(loader)
-    except BaseException:       # of map_chunks' items; the exit would wait for the processes
-        kill_loaders()
-        raise
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-    def iterate_batches():
-        try:
-            yield from batches
-        except UserError as error:      # torch puts the loader's traceback before the message
-            raise UserError(str(error).rpartition("core.cli.UserError: ")[2].strip()) from None
-        except RuntimeError as error:       # only the cause names a signal
-            reason = str(error.__cause__ or error)
-            require(not reason.startswith("DataLoader worker"), f"{first_line(reason)}; if memory "
-                    "was short, give a smaller --num_workers or --preprocess_num_proc")
-            raise
-        finally:        # else an error's traceback keeps the processes, and the exit waits for them
-            if loader.num_workers:
-                batches._shutdown_workers()
-    return iterate_batches()
-
-
-class Items:
-    """Data set of map_chunks: a "number" is the item itself, a line of a file."""
-
-    def __getitem__(self, item):
-        return item
+def pack_loader(samples, packs, collate, threads):
+    """Iterator over collate([samples[i] for i in pack]) of `packs`, lists of sample numbers."""
+    return run_ahead(lambda pack: collate([samples[i] for i in pack]), packs, threads)
 
 
 def map_chunks(function, items, size, processes):
     """Iterator over function(list of `size` items), in order; `processes` call it."""
-    if processes:
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")    # its threads die in a fork
     items = iter(items)
     chunks = iter(lambda: list(itertools.islice(items, size)), [])
-    return iterate(pack_loader(Items(), chunks, function, processes))
+    return run_ahead(function, chunks, processes, fork=True)
+
+
+def run_ahead(function, items, workers, fork=False):
+    """Iterator over function(item), in order. Workers compute the next results: threads, which
+    suffice if numpy does the work, or forked processes, whose results are pickled. UserError if
+    such a process is killed."""
+    if not workers:
+        yield from map(function, items)
+        return
+    if fork:
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")    # its threads die in a fork
+        pool = ProcessPoolExecutor(workers, get_context("fork"), init_process, (function,))
+    else:
+        pool = ThreadPoolExecutor(workers)
+    results = deque()
+    try:
+        for item in items:
+            results.append(pool.submit(call_inherited if fork else function, item))
+            if len(results) > workers * (2 if fork else 4):
+                yield results.popleft().result()
+        while results:
+            yield results.popleft().result()
+    except BrokenProcessPool:
+        raise cli.UserError("a process that prepares data was killed; if memory was short, give a "
+                            "smaller --preprocess_num_proc")
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def init_process(function):
+    """In a forked process: inherit any function, ignore signals, end with the trainer."""
+    global _function
+    _function = function
+    cli.end_with_parent()
+    for number in (*cli.SIGNALS, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def call_inherited(item):
+    return _function(item)
 
 
 # ---- Tables of millions of samples

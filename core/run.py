@@ -4,7 +4,6 @@ SIGTERM and SIGUSR1 only set a flag. The loop checks it, saves, leaves OUTPUT_DI
 launcher and exits with status 0.
 """
 import atexit
-import multiprocessing.queues
 import os
 import shutil
 import signal
@@ -15,14 +14,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from torch._utils import ExceptionWrapper
 
 from core import checkpoint, cli, dist, json_files, metrics
 from core.cli import require
 from core.dist import GRACE_S
 
 MARKER = "requeue"      # in OUTPUT_DIR: the launcher starts this run again
-BLOCKED_SIGNALS = (*cli.SIGNALS, signal.SIGINT)        # blocked while a loader process starts
 
 
 class Stopped(Exception):
@@ -146,14 +143,3 @@ def disarm():
     for thread in threading.enumerate():
         if thread.name == "watchdog":       # in a call to the store it would abort the exit
             thread.join(GRACE_S)
-
-
-def init_loader(worker_id):
-    """worker_init_fn of every DataLoader: the process ignores signals and ends with the trainer."""
-    cli.end_with_parent()
-    # pass an item that cannot be sent (/dev/shm is full) as an error: the trainer waits for it
-    multiprocessing.queues.Queue._on_queue_feeder_error = lambda queue, error, item: queue.put(
-        (item[0], ExceptionWrapper((type(error), error, error.__traceback__), "in a loader")))
-    for number in BLOCKED_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED_SIGNALS)

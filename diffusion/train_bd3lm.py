@@ -283,8 +283,8 @@ monitor = optim.StepMonitor(world, lambda number: rows.documents.problems[number
                             args.max_bad_steps, state.get("skipped", 0))
 packs = packing.rank_packs(
     order, world.rank, world.size, accumulation, sys.maxsize, epoch, first_pack)
-batches = packing.iterate(packing.pack_loader(rows.members, packs, partial(
-    blocks.collate, batch_rows=batch_rows, rows=rows), args.num_workers))
+batches = packing.run_ahead(lambda pack: blocks.collate(
+    [rows.members[i] for i in pack], batch_rows, rows), packs, args.num_workers)
 log = run.open_log(args, world, step, eval_due)
 start_step, timer, stopping = step, metrics.StepTimer(), False
 if eval_due:

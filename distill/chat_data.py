@@ -1,6 +1,6 @@
 """Tokenised conversations as flat arrays on disk, the held-out split, and packed batches.
 
-Rank 0 tokenises once; all ranks and loader workers map the arrays. Samples are not padded.
+Rank 0 tokenises once; all ranks map the arrays. Samples are not padded.
 """
 import hashlib
 import uuid
@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
 
 from core import checkpoint, dist, json_files, packing
 from core.chat import numbered_lines, question, read_records, to_json
@@ -98,7 +97,7 @@ def write_table(folder, paths, encoder, limit, drop=(), processes=0, output_dir=
     return samples, dropped
 
 
-class ChatTable(Dataset):
+class ChatTable:
     """Memory-mapped samples: tokens, trained (n_tokens,); offsets (n + 1,). Per sample: lengths
     (tokens), targets (trained tokens), lines (in the file, from 1), keys (the record's id or -1),
     sources, asked (question_hash), own (the student's tokens); if the teacher's version follows

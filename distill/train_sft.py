@@ -252,7 +252,7 @@ def validate():
     loader = packing.pack_loader(table, packs, collate, min(1, args.num_workers))
     total = torch.zeros(model.sums, dtype=torch.float64, device=device)
     model.eval()        # no dropout
-    for i, batch in enumerate(packing.iterate(loader)):
+    for i, batch in enumerate(loader):
         # often enough for a prompt stop, rarely enough to cost nothing
         if i % 16 == 0 and run.any_stop(world, args.output_dir):
             return None
@@ -300,8 +300,8 @@ sums = torch.tensor(state["unlogged"] if resume and main_rank else [0.0] * model
 monitor = optim.StepMonitor(world, table.name, args.max_bad_steps, state.get("skipped", 0), scaler)
 epochs = sys.maxsize if args.max_steps else args.num_train_epochs
 packs = rank_packs(order, world.rank, world.size, accumulation, epochs, epoch, first_pack)
-batches = packing.iterate(packing.pack_loader(
-    table, packs, partial(collate, pad_to=pad_to, pad_id=table.ends[0]), args.num_workers))
+batches = packing.pack_loader(
+    table, packs, partial(collate, pad_to=pad_to, pad_id=table.ends[0]), args.num_workers)
 eval_due = bool(state.get("eval_due") and validates)    # if a stop interrupted a validation
 log = run.open_log(args, world, step, eval_due)
 print0(metrics.model_text(model, model.lora), chat_data.samples_line(table, train_ids, eval_ids),

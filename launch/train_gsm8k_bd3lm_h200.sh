@@ -49,7 +49,7 @@ setting OUTPUT_DIR ''               # default outputs/SYSTEM_h200, or _demo
 setting SIZE small                  # model: nano, tiny, small, medium
 setting BLOCK_SIZE "$([ "$PRESET" = sdar ] && echo 4 || echo 16)"               # tokens of a block
 setting GPUS 1                      # trainers, which share the problems of a step
-setting WORKERS $((cpus > 16 ? 16 : cpus > 1 ? cpus - 1 : 1))       # loader processes a trainer
+setting WORKERS $((cpus > 16 ? 16 : cpus > 1 ? cpus - 1 : 1))       # threads that load data
 setting SWITCHES '--bf16 --tf32 --compile --pack --drop_too_long --auto'        # SWITCHES= for none
 setting SAMPLE_FLAGS '--bf16 --drop_too_long'                       # flags of the sampler
 known_settings

@@ -37,7 +37,7 @@ setting GROUP_SIZE 15 --group_size  # neighbouring lines that are one group, suc
 setting LR '' --learning_rate  # peak learning rate; empty, as the next: the trainer's own
 setting WARMUP_STEPS '' --warmup_steps                      # optimizer steps
 setting LORA 0 -                                            # 1: adapters; 0: full fine-tuning
-setting LOADERS 2 --num_workers                             # loader processes a GPU
+setting LOADERS 2 --num_workers                             # threads that load data, a GPU
 setting LOGGING_STEPS 5 --logging_steps                     # optimizer steps between log lines
 setting REPORT_TO tensorboard -  # besides metrics.jsonl; several, separated by spaces
 setting SWITCHES '--bf16 --tf32 --auto' -  # flags without a value; SWITCHES= gives none of them

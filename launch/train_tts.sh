@@ -36,7 +36,7 @@ if [ -z "${LORA/#0}" ]; then defaults+=([LORA_RANK]='' [LORA_ALPHA]='' [LORA_TAR
 setting LORA_RANK '' --lora_rank                            # adapter rank
 setting LORA_ALPHA '' --lora_alpha                          # adapter scale is alpha / rank
 setting LORA_TARGETS '' --lora_target_modules               # layers that get adapters
-setting LOADERS '' --num_workers                            # loader processes a GPU
+setting LOADERS '' --num_workers                            # threads that load data, a GPU
 setting PREPROCESS '' --preprocess_num_proc                 # processes that decode audio
 setting LOGGING_STEPS '' --logging_steps                    # optimizer steps between log lines
 setting REPORT_TO '' -                              # besides metrics.jsonl, separated by spaces

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from safetensors.numpy import save_file
 from torch.distributed import HashStore
-from torch.utils.data import DataLoader
 
 from core import checkpoint, packing, run, tensor_io
 from core.cli import UserError, first_line, require, require_package, stop_requested
@@ -285,15 +284,12 @@ def encode_jobs(world, jobs, folder, encoding):
     cached, store = read_index(folder)[2], world.store or HashStore()
     errors, encoded, files, flushed = {}, {}, {}, time.monotonic()
     workers = min(len(mine), -(-encoding.processes // world.local_size))
-    # numpy: tensors would use /dev/shm, which is small in containers
-    loader = DataLoader(mine, batch_size=None, num_workers=workers,
-                        collate_fn=lambda job: decode_clips(list(job.values())),
-                        worker_init_fn=run.init_loader,
-                        multiprocessing_context="fork" if workers else None)
+    decoded = packing.run_ahead(lambda job: decode_clips(list(job.values())), mine, workers,
+                                fork=True)
 
     with tqdm(total=total, unit="clip", desc="encoding audio", disable=not world.is_main,
               mininterval=0.1 if sys.stderr.isatty() else 30) as bar:
-        for results, job in zip(packing.iterate(loader), mine):
+        for results, job in zip(decoded, mine):
             for (number, clip), result in zip(job.items(), results):
                 if isinstance(result, str):
                     errors[number] = f"{clip.path}: {result}"

@@ -2,7 +2,7 @@
 
 data.make_table() makes a table: read_all(), ensure_codes(), TableBuilder.write(). Each sample is
 tokenised once, and each distinct clip is stored once. A clip is one placeholder token here; data.py
-replaces it by the clip's rows. Rank 0 writes the table, all ranks and loader workers map it.
+replaces it by the clip's rows. Rank 0 writes the table, all ranks map it.
 
 Codes are stored in append-only shards under CACHE/<codec fingerprint>, for all runs. A shard has
 int16 codes, their lengths, a content key per clip, and the key of each (path, size, date, cut), so
@@ -389,7 +389,7 @@ def look_up(folder, clips):
 
 
 class CodeReader:
-    """Reads codes from shards; each process opens them separately."""
+    """Reads codes from shards, in any number of threads."""
 
     def __init__(self, folder, shards):
         self.folder, self.shards, self.open_shards = Path(folder), shards, {}

@@ -129,16 +129,6 @@ def test_training_during_a_save_does_not_change_the_checkpoint(tmp_path, monkeyp
     assert load_file(tmp_path / "checkpoint-4" / "model.safetensors")["weight"].unique().tolist() == [4]
 
 
-def test_one_thread_writes_all_checkpoints(tmp_path, monkeypatch):
-    """A loader that is forked while a thread ends may hang."""
-    threads, write_files = [], checkpoint.write_files
-    monkeypatch.setattr(checkpoint, "write_files", lambda *args: (
-        threads.append(threading.current_thread()), write_files(*args))[1])
-    for step in 4, 5:
-        save(tmp_path, step)
-    assert len(set(threads)) == 1 and threads[0] is not threading.current_thread() and threads[0].is_alive()
-
-
 def test_a_failed_write_is_noticed_at_the_next_step(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "write_files", lambda *args: 1 / 0)
 

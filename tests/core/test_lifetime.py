@@ -5,14 +5,12 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.progress import children, in_sessions, wait_until
+from tests.helpers.progress import in_sessions, wait_until
 from tests.helpers.trainer import ROOT, trainer_command
-from tests.test_house import MODULES
 
 pytestmark = pytest.mark.race
 
@@ -55,13 +53,6 @@ def start(tmp_path):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         process.wait()
-
-
-def test_every_loader_ends_with_its_trainer():
-    """Worker processes of a DataLoader without init_loader would outlive the trainer."""
-    code = "".join((ROOT / path).read_text() for path in MODULES.values())
-    loaders = len(re.findall(r"\bDataLoader\(", code))
-    assert loaders == len(re.findall(r"worker_init_fn=[\w.]*init_loader", code)) >= 2
 
 
 @pytest.mark.slow
@@ -108,25 +99,6 @@ def train(start, tiny, quick_python, tmp_path):
         wait_until(lambda: (tmp_path / "out" / "metrics.jsonl").exists(), "metrics", lambda: job.poll() is None)
         return job, [int(Path(f"{script}{rank}").read_text()) for rank in range(ranks)]
     return run
-
-
-@pytest.mark.slow
-def test_signals_do_not_end_a_new_loader(train, tmp_path):
-    """Each validation forks a loader process. It gets SIGTERM repeatedly from its start on."""
-    out = tmp_path / "out"
-    job, (trainer,) = train("--eval_steps", 4, "--validation_split", 0.2)
-    before = children(trainer)
-    while not (new := children(trainer) - before):
-        assert job.poll() is None, job.log.read_text()
-    loader, end = new.pop(), time.monotonic() + 1
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(trainer, signal.SIGTERM)
-        while time.monotonic() < end:
-            os.kill(loader, signal.SIGTERM)
-    assert job.wait() == 0, job.log.read_text()
-    assert re.search(r"^stopped .*checkpoint saved; rerun the same command to resume$", job.log.read_text(), re.M)
-    assert (out / "requeue").exists() and list(out.glob("checkpoint-*"))
-    assert "Traceback" not in job.log.read_text()
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ def with_a_small_disk(*argv):
 
 
 def test_batches_need_no_shared_memory(pool, tiny, tmp_path):
-    """A batch has about 1 MiB; the loader's semaphores need a few KiB."""
+    """A batch has about 1 MiB; the semaphores of data preparation need a few KiB."""
     argv = trainer_arguments(tiny, tmp_path / "out", "--use_lora", "--max_tokens_per_batch", 32768, "--max_steps", 1)
     statuses, output = pool.run(1, f"{__name__}.with_a_small_disk", *argv)
     if NO_NAMESPACE in statuses:

@@ -1,5 +1,5 @@
-"""Batches arrive unchanged and in order; errors and early ends of loader processes show at once."""
-import gc
+"""Results arrive unchanged and in order; errors and killed processes show at once."""
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -8,20 +8,10 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 from core import packing
 from core.cli import UserError, require
-from core.run import init_loader
-
-
-@pytest.fixture(autouse=True)
-def nothing_left_over():
-    """A traceback keeps its loader alive; processes that later tests fork would tear it down."""
-    yield
-    for process in multiprocessing.active_children():
-        process.kill()
-    gc.collect()
+from tests.helpers.progress import wait_until
 
 
 @dataclass
@@ -50,64 +40,69 @@ def check_same(a, b):
     assert type(a) is type(b)
     for x, y in zip(vars(a).values(), vars(b).values(), strict=True):
         if isinstance(x, torch.Tensor):
-            assert x.dtype == y.dtype and torch.equal(x, y) and not y.is_shared()       # needs no shared memory
+            assert x.dtype == y.dtype and torch.equal(x, y)
         else:
             assert x == y
 
 
-def loader(batches, make, workers=2, **options):
-    """DataLoader of make(number) for each number in `batches`."""
-    return DataLoader(range(10**9), batch_sampler=([i] for i in batches), num_workers=workers,
-                      collate_fn=lambda numbers: make(*numbers), multiprocessing_context="fork" if workers else None,
-                      worker_init_fn=init_loader, **options)
-
-
 def test_a_batch_arrives_as_it_was():
     for batch in (flat(), flat(0), Named(torch.ones(3, dtype=torch.int8), 4, torch.rand(2, 0, 5))):
-        loaded = next(iter(loader([0], lambda _: batch)))       # noqa: B023
+        loaded = next(packing.run_ahead(lambda _: batch, [0], 1))       # noqa: B023
         for copy in (pickle.loads(pickle.dumps(batch)), loaded, batch.to("cpu")):
             check_same(batch, copy)
 
 
+@pytest.mark.parametrize("fork", [False, True])
 @pytest.mark.parametrize("workers, n", [(0, 40), (1, 0), (3, 2), (3, 40)])
-def test_every_batch_once_in_order(workers, n):
-    batches = packing.iterate(loader(range(n), lambda i: Named(torch.full((i + 1,), i), i, torch.zeros(0)), workers))
-    for i in range(n):
-        batch = next(batches)
-        assert batch.count == i and batch.first.tolist() == [i] * (i + 1)
-    assert next(batches, None) is None
+def test_every_result_once_in_order(workers, n, fork):
+    assert list(packing.run_ahead(lambda i: [i] * i, iter(range(n)), workers, fork)) == [[i] * i for i in range(n)]
     assert not multiprocessing.active_children()
 
 
-@pytest.mark.parametrize("workers", [0, 3])
-def test_a_bad_sample_is_named_in_its_place(workers):
+def test_threads_read_ahead_but_not_without_end():
+    started = []
+    batches = packing.run_ahead(started.append, itertools.count(), 2)
+    for number in range(3):
+        next(batches)
+        wait_until(lambda: len(started) == number + 9, "eight batches ahead")       # noqa: B023
+    batches.close()
+    assert len(started) == 11
+
+
+@pytest.mark.parametrize("workers, fork", [(0, False), (3, False), (3, True)])
+def test_a_bad_sample_is_named_in_its_place(workers, fork):
     def bad_at_3(i):
         require(i != 3, f"row {i}: is bad")
-        return flat(i)
-    batches = packing.iterate(loader(range(9), bad_at_3, workers))
-    assert [len(next(batches).ids) for _ in range(3)] == [0, 1, 2]
+        return i
+    results = packing.run_ahead(bad_at_3, range(9), workers, fork)
+    assert [next(results) for _ in range(3)] == [0, 1, 2]
     with pytest.raises(UserError, match="^row 3: is bad$"):
-        next(batches)
+        next(results)
     assert not multiprocessing.active_children()
 
 
 @pytest.mark.race
-def test_a_killed_loader_process_ends_the_run(monkeypatch):
-    """The batch before is larger than a pipe, so part of it may be lost."""
+def test_a_killed_process_ends_the_run():
     def killed_at_3(i):
-        return os.kill(os.getpid(), signal.SIGKILL) if i == 3 else flat(10**6)
-    monkeypatch.setattr(torch.utils.data._utils.signal_handling, "_SIGCHLD_handler_set", False)    # as at a start
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    with pytest.raises(UserError, match="DataLoader worker"):
-        list(packing.iterate(loader(range(9), killed_at_3, 3)))
+        return os.kill(os.getpid(), signal.SIGKILL) if i == 3 else b"x" * 10**6
+    with pytest.raises(UserError, match="a process that prepares data was killed"):
+        list(packing.run_ahead(killed_at_3, range(9), 3, fork=True))
+    assert not multiprocessing.active_children()
 
 
-def test_a_file_that_breaks_while_loaders_start_leaves_no_process():
+@pytest.mark.race
+@pytest.mark.parametrize("number", ["SIGTERM", "SIGUSR1", "SIGINT"])
+def test_processes_ignore_signals(number):
+    def signalled(i):
+        os.kill(os.getpid(), getattr(signal, number))
+        return i
+    assert list(packing.run_ahead(signalled, range(9), 2, fork=True)) == list(range(9))
+
+
+def test_a_file_that_breaks_leaves_no_process():
     def lines():
         yield from "abc"
         raise UserError("the file breaks here")
-    with pytest.raises(UserError, match="the file breaks here") as caught:
+    with pytest.raises(UserError, match="the file breaks here"):
         list(packing.map_chunks(len, lines(), 1, 2))
-    for process in multiprocessing.active_children():
-        process.join(10)
-    assert not multiprocessing.active_children() and caught.tb       # the traceback keeps the loader
+    assert not multiprocessing.active_children()

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from core import checkpoint, metrics
 from tests.helpers.pool import free_port
-from tests.helpers.progress import PATIENCE_S, children, in_sessions, wait_until
+from tests.helpers.progress import PATIENCE_S, in_sessions, wait_until
 from tests.helpers.runs import assert_same_bits, steps_of
 from tests.helpers.trainer import ROOT, brief, speech_main, trainer_arguments
 
@@ -48,7 +48,7 @@ def forked(argv, env, log, cwd):
 
 
 def slow_down(seconds):
-    """Delay each sync of a file of an unfinished checkpoint, each encoded clip and each validation batch."""
+    """Delay each sync of a file of an unfinished checkpoint, each encoded clip and each batch."""
     import data
     from speech import codes
     sync, encode, make_loader = os.fsync, codes.encode_clip, data.make_loader
@@ -59,19 +59,18 @@ def slow_down(seconds):
             time.sleep(seconds["SLOW_DISK_S"])
         sync(fd)
 
-    def slow_loader(*args, **more):
-        loader = make_loader(*args, **more)
-        if "pad_to" not in more:        # of a validation
-            collate = loader.collate_fn
-            loader.collate_fn = lambda samples: time.sleep(seconds["SLOW_VALIDATION_S"]) or collate(samples)
-        return loader
+    def slow_loader(table, ids, packs, threads, *pad_to):
+        name = "SLOW_LOADING_S" if pad_to else "SLOW_VALIDATION_S"
+        print(name, flush=True)
+        for batch in make_loader(table, ids, packs, threads, *pad_to):
+            time.sleep(seconds.get(name, 0))
+            yield batch
     if "SLOW_DISK_S" in seconds:
         os.fsync = slow_sync
     if "SLOW_CODEC_S" in seconds:
         codes.encode_clip = lambda *args: (
             print("a clip", flush=True) or time.sleep(seconds["SLOW_CODEC_S"]) or encode(*args))
-    if "SLOW_VALIDATION_S" in seconds:
-        data.make_loader = slow_loader
+    data.make_loader = slow_loader
 
 
 @pytest.fixture(scope="module")
@@ -300,8 +299,7 @@ def test_signal_breaks_validation_off(launch, speech, tmp_path):
     out = tmp_path / "out"
     flags = (*FULL, "--eval_data_file", speech[0], "--eval_steps", 3)
     job = launch(out, *flags, SLOW_VALIDATION_S=0.3)
-    before = job.wait_for(lambda: job.seen(1) and children(job.ranks[0]))
-    job.wait_for(lambda: job.seen(3) and children(job.ranks[0]) - before)
+    job.wait_for(lambda: job.seen(3) and job.text().count("SLOW_VALIDATION_S") == 2)
     job.signal(signal.SIGUSR1, job.ranks[1])
     job.end(0, 0)
     assert steps_of(out) == [3] and marker(out).endswith("at step 3\n") and "eval   step" not in job.text()
@@ -326,9 +324,7 @@ def test_rank_that_does_not_answer_is_named(launch, tmp_path, rank, words):
 
 
 def test_rank_whose_loader_hangs_is_named(launch, tmp_path):
-    job = launch(tmp_path / "out", *LORA, "--max_steps", 10_000, *LIMIT)
-    job.wait_for(lambda: job.seen(2))
-    job.signal(signal.SIGSTOP, *children(job.ranks[1]))
+    job = launch(tmp_path / "out", *LORA, *LIMIT, SLOW_RANKS="1", SLOW_LOADING_S=1000)
     job.end(1, 1)
     job.assert_error(rf"hangs: rank 1 \(\S+, process {job.ranks[1]}\) in: loading data for step \d+; "
                      r"the others have waited for \d+ s")

@@ -213,7 +213,7 @@ def test_a_validation_interrupted_by_a_signal_is_repeated(pool, inputs, shared, 
     name = "moe lora ddp 1x8x1"
     _, line = arguments(inputs, tmp_path, name)
     for _ in range(2):      # the loaders are of data preparation, training and a validation
-        statuses, output = pool.run(1, ASKED_AT, students.SCRIPT, line, "core.packing", "pack_loader", 3)
+        statuses, output = pool.run(1, ASKED_AT, students.SCRIPT, line, "core.packing", "run_ahead", 3)
         assert statuses == [0] and "at step 2 of 5; checkpoint saved" in output, output
     resumed = complete(pool, inputs, tmp_path, name)
     assert_same_bits(resumed, shared(name), 0, FORGOTTEN)

@@ -164,7 +164,7 @@ def test_torchruns_restart_resumes_and_the_first_ctrl_c_saves(tiny, tmp_path, st
                             "--disable_eval", "--save_steps", 5)[2:]
     process = start(*flags, NPROC_PER_NODE="2", MAX_RESTARTS="1", **quick)
     wait_until(lambda: (out / "checkpoint-5").exists() or process.poll() is not None, "first checkpoint")
-    # the oldest process with rank 1 is the trainer; the others are loaders
+    # the oldest process with rank 1 is the trainer; others prepare data
     os.kill(alive(process.mark, b"RANK=1")[0], signal.SIGKILL)
 
     def starts():

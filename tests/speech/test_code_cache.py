@@ -5,9 +5,8 @@ import shutil
 
 import numpy as np
 import pytest
-from torch.utils.data import DataLoader
 
-from core import packing, run
+from core import packing
 from core.cli import UserError
 from speech.codes import write_shard
 from speech.conversations import Clip
@@ -92,7 +91,5 @@ def test_codes_that_change_after_the_start_are_refused_when_they_are_read(cache)
     assert (reader.codes(*where[2].tolist()) == codes[2]).all()
     with pytest.raises(UserError, match=f"{shard}: is damaged .codes with another checksum"):
         reader.codes(*where[3].tolist())
-    loader = DataLoader(where.tolist(), batch_size=None, num_workers=1, multiprocessing_context="fork",
-                        collate_fn=lambda row: reader.codes(*row), worker_init_fn=run.init_loader)
     with pytest.raises(UserError, match=f"^{shard}: .* and its clips are encoded again"):
-        list(packing.iterate(loader))
+        list(packing.run_ahead(lambda row: reader.codes(*row), where.tolist(), 1))
