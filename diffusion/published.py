@@ -168,7 +168,7 @@ def read_chats(path, folder, tokens, bad):
             try:
                 (ids, mask), = encoder.encode(
                     {"messages": messages[:i + 1], "tools": record.get("tools")})
-            except ValueError as error:
+            except UserError as error:
                 why = f"answer in message {i + 1}: {CHAT_HINT.sub('', str(error))}"
                 bad.append(json_files.Problem(name, "invalid", why, path))
                 continue

@@ -131,22 +131,19 @@ def read_input(path, prompt):
     for number, text in enumerate(texts, 1):
         record = {"messages": [{"role": "user", "content": text.strip()}]}
         try:
-            if not text.strip():
-                raise ValueError("is empty; delete it")
+            require(text.strip(), "is empty; delete it")
             if Path(path).suffix == ".jsonl":
                 record = json_files.loads(text)
-            if not isinstance(record, dict):
-                raise ValueError("is not a JSON object")
             record = chat.normalize_record(record)
             messages, tools = record["messages"], record.get("tools") or None
             if messages[-1]["role"] == "assistant":
                 answered += 1
                 messages = messages[:-1]
-            if (not messages or messages[-1]["role"] not in ("user", "tool")
-                    or not chat.question(messages).strip()):
-                raise ValueError("has no user message with text before the answer asked for")
+            require(messages and messages[-1]["role"] in ("user", "tool")
+                    and chat.question(messages).strip(),
+                    "has no user message with text before the answer asked for")
             asked.append((teachers.add_prompt(prompt, messages), tools))
-        except ValueError as error:
+        except (UserError, ValueError) as error:
             raise UserError(f"--input_file {path}: line {number} {one_line(error)}")
         lines.append((messages, tools))
     if answered:

@@ -84,7 +84,7 @@ def read_prompt(path, role="user"):
 
 
 def add_prompt(prompt, messages):
-    """Messages with the teacher's Prompt, before the text of a system message. ValueError."""
+    """Messages with the teacher's Prompt, before the text of a system message. UserError."""
     if prompt.role == "none":
         return list(messages)
     if prompt.role == "system":
@@ -92,8 +92,8 @@ def add_prompt(prompt, messages):
             first, *rest = messages
             return [first | {"content": f"{prompt.before}\n\n{first['content']}"}, *rest]
         return [{"role": "system", "content": prompt.before}, *messages]
-    if not messages or messages[-1]["role"] != "user":
-        raise ValueError("has no user message before its last answer, for --prompt_role user")
+    require(messages and messages[-1]["role"] == "user",
+            "has no user message before its last answer, for --prompt_role user")
     text = prompt.before + messages[-1]["content"] + prompt.after
     return [*messages[:-1], messages[-1] | {"content": text}]
 

@@ -89,7 +89,7 @@ def test_masks_token_by_token(tokenizer, template, messages, turns, thinking, pa
 ])
 def test_refused(tokenizer, template, messages, turns, thinking, message):
     refused = chats.encode(encoder(tokenizer, template, turns, thinking), messages)
-    assert isinstance(refused, ValueError) and message in str(refused), refused
+    assert isinstance(refused, UserError) and message in str(refused), refused
 
 
 def test_a_prompt_and_its_answer_share_a_token(tokenizer):

@@ -7,6 +7,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import (AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3MoeConfig)
 
 from core import chat
+from core.cli import UserError
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>",
            "<|end_header_id|>", "<|eot_id|>"]
@@ -88,11 +89,11 @@ def ask(question, answer, **more):
 
 
 def encode(encoder, messages, tools=None, **more):
-    """(ids, mask) of a conversation that is one sample, or the ValueError that refuses it."""
+    """(ids, mask) of a conversation that is one sample, or the UserError that refuses it."""
     try:
         sample, = encoder.encode({"messages": messages, "tools": tools, **more})
         return sample
-    except ValueError as error:
+    except UserError as error:
         return error
 
 
