@@ -53,22 +53,14 @@ def read_records(path, problems, lines=None):
     for number, line in numbered_lines(path) if lines is None else lines:
         if not isinstance(line, dict) and not line.strip():
             continue
-        check = "unreadable"
         try:
-            record = parse_json(line)
-            check = "invalid"
-            record = normalize_record(record)
+            record = normalize_record(line if isinstance(line, dict) else json_files.loads(line))
             while record["messages"] and record["messages"][-1]["role"] != "assistant":
                 record["messages"].pop()
             require(record["messages"], "has no message of the assistant, so no answer to train")
             yield number, record
         except (UserError, ValueError) as error:
-            problems.append(Problem(f"{path}:{number}", check, error, path))
-
-
-def parse_json(value):
-    """The value of a JSON text; anything else is a value already. ValueError."""
-    return json_files.loads(value) if isinstance(value, (str, bytes)) else value
+            problems.append(Problem(f"{path}:{number}", "invalid", error, path))
 
 
 def normalize_record(record):
@@ -80,7 +72,8 @@ def normalize_record(record):
                 for number, message in enumerate(turns_of(record), 1)]
     require(messages, 'has no list "messages"; give {"messages": [{"role": "user", "content": '
                       '...}, {"role": "assistant", "content": ...}]}')
-    tools = parse_json(record.get("tools"))
+    tools = record.get("tools")
+    tools = json_files.loads(tools) if isinstance(tools, str) else tools
     functions_of(tools, 'its "tools"')
     require(not json_files.HALF_CHARACTER.search(to_json([messages, tools])),
             "holds half a character (\\ud800 to \\udfff)")
@@ -113,10 +106,10 @@ def normalize_message(name, message):
         message["role"] = SHAREGPT.get(str(message["role"]), message["role"])
     calls = functions_of(message.get("tool_calls"), f"{name}: its tool_calls")
     for call in calls:
-        if "arguments" in call:
-            call["arguments"] = parse_json(call["arguments"])
-            require(isinstance(call["arguments"], dict),
-                    f"{name} has a tool call whose arguments are no JSON object")
+        if isinstance(call.get("arguments"), str):
+            call["arguments"] = json_files.loads(call["arguments"])
+        require(isinstance(call.get("arguments", {}), dict),
+                f"{name} has a tool call whose arguments are no JSON object")
     if calls:
         message = message | {"content": message.get("content") or ""}
     role, content = str(message.get("role")), message.get("content")
@@ -187,16 +180,7 @@ class Encoder:
         """[(ids, mask)] of a record of read_records. UserError."""
         require(record.get("teacher_messages") is None,
                 'has "teacher_messages", and no --teacher_path reads them')
-        turns = self._render(record["messages"], record.get("tools"))
-        try:
-            return [self._mask(turns)]
-        except UserError:
-            if not self.split:
-                raise
-            return [self._mask([turn]) for turn in turns]
-
-    def _render(self, messages, tools):
-        """[(text of the prompt, text of prompt and answer)] of the trained turns. UserError."""
+        messages, tools = record["messages"], record.get("tools")
         content = to_json([messages, tools])
         for token in self.special.values():
             require(to_json(token)[1:-1] not in content,
@@ -213,10 +197,16 @@ class Encoder:
         except Exception as error:      # of Jinja, or of an expression in the template
             raise UserError(f"the chat template refuses it ({type(error).__name__}: {error})")
         check_rendered(messages[:answers[-1] + 1], tools, turns)
-        return list(turns.values())
+        try:
+            return [self._mask([*turns.values()])]
+        except UserError:
+            if not self.split:
+                raise
+            return [self._mask([turn]) for turn in turns.values()]
 
     def _mask(self, turns):
-        """(ids, mask) of the last of the turns that _render gives. UserError."""
+        """(ids, mask) of a sample. turns: (text of the prompt, text of prompt and answer) of each
+        trained answer; the last has the whole text. UserError."""
         lists = self.lists([text for turn in turns for text in turn])
         (prompt, text), (first, ids) = turns[-1], lists[-2:]
         if ids[:len(first)] != first and text.startswith(prompt):
@@ -240,7 +230,7 @@ class Encoder:
 
 def check_rendered(messages, tools, turns):
     """UserError if the chat template leaves out a tool or a part of a message.
-    turns: {index of a trained message: (text of its prompt, text of prompt and answer)}."""
+    turns: {number of a trained message: (text of its prompt, text of prompt and answer)}."""
     first_prompt, conversation = turns[min(turns)][0], turns[max(turns)][1]
     lost, remedy = "the chat template leaves out", "; give --chat_template FILE"
     for tool in functions_of(tools):
@@ -250,8 +240,8 @@ def check_rendered(messages, tools, turns):
         calls, text = functions_of(message.get("tool_calls")), answer_text(message)
         complete = text in conversation and all(
             conversation.count(call["name"]) > schemas.count(call["name"]) for call in calls)
-        prompt, whole = turns.get(i, ("-", ""))
-        if whole.startswith(prompt):    # otherwise _mask reports the tokens
+        prompt, whole = turns.get(i, (None, ""))
+        if i in turns and whole.startswith(prompt):     # otherwise _mask reports the tokens
             words = [text, (message.get("reasoning_content") or "").strip()]
             words += [word for call in calls for word in (call["name"], *call.get("arguments", {}))]
             complete &= all(word in whole[len(prompt):] for word in words)

@@ -36,31 +36,29 @@ def shown(value):
     return "–" if value is None else escape(text)
 
 
-def chart(title, curves):
-    """<figure> of {label: [(step, value)]}, with the ranges of both axes below."""
-    steps, values = zip(*(point for curve in curves.values() for point in curve))
-    first, last, low, high = min(steps), max(steps), min(values), max(values)
-    lines = legend = ""
-    for (name, curve), color in zip(curves.items(), COLORS * len(curves)):
-        points = " ".join(f"{(step - first) / (last - first or 1) * 400:.1f},"
-                          f"{5 + (high - value) / (high - low or 1) * 190:.1f}"
-                          for step, value in curve)
-        lines += f'<polyline fill="none" stroke="{color}" points="{points}"/>'
-        legend += f' <span style="color:{color}">{escape(name)} {curve[-1][1]:.4g}</span>'
-    return (f'<figure><b>{escape(title)}</b>{legend}<svg viewBox="0 0 400 200">{lines}</svg>'
-            f"{low:.4g} to {high:.4g}, steps {first:,} to {last:,}</figure>")
-
-
 def charts(rows):
-    """HTML of metrics.jsonl. train/x and eval/x share a chart, as do x_0, x_1 and so on."""
-    curves = {}
+    """HTML of metrics.jsonl: charts with the ranges of both axes below. train/x and eval/x share
+    one, as do x_0, x_1 and so on."""
+    charts, figures = {}, ""        # {title: {label: [(step, value)]}}
     for name in dict.fromkeys(name for row in rows for name in row if name != "step"):
         prefix, _, rest = name.rpartition("/")
         stem, number = re.fullmatch(r"(.*?)(?:_(\d+))?", rest, re.DOTALL).groups()
         if curve := metrics.curve(rows, name):
             title = f"{stem} ({prefix})" if number else stem
-            curves.setdefault(title.replace("_", " "), {})[number or prefix] = curve
-    return '<div class="grid">' + "".join(map(chart, curves, curves.values())) + "</div>"
+            charts.setdefault(title.replace("_", " "), {})[number or prefix] = curve
+    for title, curves in charts.items():
+        steps, values = zip(*(point for curve in curves.values() for point in curve))
+        first, last, low, high = min(steps), max(steps), min(values), max(values)
+        lines = legend = ""
+        for (label, curve), color in zip(curves.items(), COLORS * len(curves)):
+            points = " ".join(f"{(step - first) / (last - first or 1) * 400:.1f},"
+                              f"{5 + (high - value) / (high - low or 1) * 190:.1f}"
+                              for step, value in curve)
+            lines += f'<polyline fill="none" stroke="{color}" points="{points}"/>'
+            legend += f' <span style="color:{color}">{escape(label)} {curve[-1][1]:.4g}</span>'
+        figures += (f'<figure><b>{escape(title)}</b>{legend}<svg viewBox="0 0 400 200">{lines}'
+                    f"</svg>{low:.4g} to {high:.4g}, steps {first:,} to {last:,}</figure>")
+    return f'<div class="grid">{figures}</div>'
 
 
 def samples_html(run, folders):
@@ -123,6 +121,5 @@ if args.check_fell:     # compares the means of the first and the last fifth
     cli.require(len(losses) > 1, f"{path} holds {len(losses)} training steps with a loss")
     fifth = max(1, len(losses) // 5)
     first, last = statistics.fmean(losses[:fifth]), statistics.fmean(losses[-fifth:])
-    how = "fell" if last < first else "DID NOT FALL"
-    print(f"train/loss {first:.3f} -> {last:.3f} {how}")
-    sys.exit(how != "fell")
+    cli.require(last < first, f"train/loss {first:.3f} -> {last:.3f} DID NOT FALL")
+    print(f"train/loss {first:.3f} -> {last:.3f} fell")

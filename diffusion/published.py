@@ -158,8 +158,8 @@ def read_chats(path, folder, tokens, bad):
     answers with the end token of `tokens`."""
     from core import chat
     encoder = chat.Encoder(chat.load_tokenizer(folder), "last", thinking=False)
-    problems, unusable = [], []
-    for line, record in chat.read_records(path, unusable):
+    problems = []
+    for line, record in chat.read_records(path, bad):
         name, messages = f"{path}:{line}", record["messages"]
         places = [i for i, message in enumerate(messages)
                   if message["role"] == "assistant" and message.get("weight", 1)]
@@ -179,7 +179,6 @@ def read_chats(path, folder, tokens, bad):
                                  f"token is {end}; give --end_token '{last}'")
             problems.append(Problem(name, chat.question(messages[:i]), "", "", ids=ids,
                                     prompt_length=mask.index(True)))
-    bad += [json_files.Problem(p.name, "invalid", p.reason, path) for p in unusable]
     require(problems or bad, f"{path}: holds no chats")
     return problems
 
