@@ -20,7 +20,7 @@ from core.cli import UserError, first_line, require
 from core.packing import token_lists
 from core.json_files import Problem
 
-THINKING = {"template": None, "true": True, "false": False}     # --enable_thinking -> Encoder's
+THINKING = {"template": {}, "true": {"enable_thinking": True}, "false": {"enable_thinking": False}}
 SHAREGPT = {"from": "role", "value": "content", "human": "user", "gpt": "assistant"}
 KNOWN = {"role", "content", "reasoning_content"}
 KEYS = {"system": KNOWN, "developer": KNOWN, "user": KNOWN,         # {role: keys of a message}
@@ -166,13 +166,12 @@ def load_tokenizer(folder, template=None):
 
 class Encoder:
     """Turns a record into samples: (ids, mask of the trained ids). turns: train "all" answers or
-    the "last". thinking: the template's enable_thinking. split: if one sample cannot hold all
+    the "last". options: of the template, as in THINKING. split: if one sample cannot hold all
     answers, each becomes one."""
 
-    def __init__(self, tokenizer, turns="all", thinking=None, split=False):
+    def __init__(self, tokenizer, turns="all", options=None, split=False):
         self.tokenizer, self.turns, self.split = tokenizer, turns, split
-        self.lists = token_lists(tokenizer)
-        self.options = {} if thinking is None else {"enable_thinking": thinking}
+        self.lists, self.options = token_lists(tokenizer), options or {}
         added = tokenizer.added_tokens_decoder.items()
         self.special = {number: token.content for number, token in added if token.special}
 

@@ -157,7 +157,7 @@ def read_chats(path, folder, tokens, bad):
     name. bad: list to which unusable problems are added. UserError if the template does not end
     answers with the end token of `tokens`."""
     from core import chat
-    encoder = chat.Encoder(chat.load_tokenizer(folder), "last", thinking=False)
+    encoder = chat.Encoder(chat.load_tokenizer(folder), "last", chat.THINKING["false"])
     problems = []
     for line, record in chat.read_records(path, bad):
         name, messages = f"{path}:{line}", record["messages"]

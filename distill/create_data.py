@@ -224,7 +224,7 @@ def label_lines(args, answers, draw, parser, asked, todo, journal, header, answe
         for (number, *_), answer in answers(requests):
             record = records[number]
             record["label"], why = read_label(parser, answer.text, answer.finish_reason,
-                                              draw.thinking and not answer.thought)
+                                              args.thinking == "on" and not answer.thought)
             # if the whole answer is the label, tool calls belong to it
             if answer.tool_calls and not parser.line and answer.finish_reason == "stop":
                 record |= {"label": answer.text.strip(), "tool_calls": answer.tool_calls}
@@ -321,7 +321,8 @@ def main(argv=None):
         name = f"shard-{shard}-of-{shards}"
         checkpoint.lock_folder(work, "--output_file", name)     # released at the end of the process
         draw = teachers.Sampling(args.max_tokens, args.temperature, args.top_p, args.top_k,
-                                 {"default": None, "on": True, "off": False}[args.thinking])
+                                 {} if args.thinking == "default" else
+                                 {"enable_thinking": args.thinking == "on"})
         answers = getattr(teachers, f"open_{args.engine}")(args.model_name, draw, **{
             name: getattr(args, name) for name in ENGINE_FLAGS[args.engine]})
         answered = any(record["answers"][-1]["finish_reason"] != "unanswered"

@@ -112,8 +112,7 @@ def teacher_context(record):
         messages = normalize_record({"messages": record["teacher_messages"]})["messages"]
     except (UserError, ValueError) as error:
         raise UserError(f'its "teacher_messages": {error}')
-    role = messages[-1]["role"]
-    require(role in ("user", "tool"),
+    require((role := messages[-1]["role"]) in ("user", "tool"),
             f'its "teacher_messages" end with a message of the {role}, not the user')
     # answers among them are context; only the last answer is learned
     return [m | {"weight": 0} if m["role"] == "assistant" else m for m in messages]

@@ -7,7 +7,6 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import (AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3MoeConfig)
 
 from core import chat
-from core.cli import UserError
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>",
            "<|end_header_id|>", "<|eot_id|>"]
@@ -93,7 +92,7 @@ def encode(encoder, messages, tools=None, **more):
     try:
         sample, = encoder.encode({"messages": messages, "tools": tools, **more})
         return sample
-    except UserError as error:
+    except chat.UserError as error:
         return error
 
 
