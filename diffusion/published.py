@@ -41,7 +41,7 @@ ARGS = cli.parse(build_parser()) if __name__ == "__main__" else None
 import torch
 
 from core import checkpoint, dist, json_files, tensor_io
-from core.cli import UserError, first_line, require
+from core.cli import UserError, require
 from diffusion import dit
 from diffusion.problems import MARKERS, SDAR_MASK, Problem, load_tokenizer, read_tokenizer
 
@@ -139,15 +139,13 @@ def add_form(layout, form):
 
 def add_chat_form(layout, folder):
     """A Layout with prompt and end token from a tokenizer folder's chat template. UserError."""
-    from transformers import AutoTokenizer
-    question = [{"role": "user", "content": "{question}"}]
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        prompt = tokenizer.apply_chat_template(
-            question, tokenize=False, add_generation_prompt=True, enable_thinking=False)
-        require(prompt.count("{question}") == 1, "it does not write the question once")
-    except Exception as error:      # many kinds: no files, no template, a template that fails
-        raise UserError(f"--chat: {folder} has no usable chat template ({first_line(error):.120})")
+    from core import chat
+    tokenizer = chat.load_tokenizer(folder)
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "{question}"}], tokenize=False, add_generation_prompt=True,
+        enable_thinking=False)
+    require(prompt.count("{question}") == 1,
+            f"--chat: the chat template of {folder} does not write the question once")
     return add_form(layout, {"prompt": prompt, "end_token": tokenizer.eos_token})
 
 

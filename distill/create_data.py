@@ -125,7 +125,7 @@ from distill.chat_data import IDS_PER_FILE
 
 def read_input(path, prompt):
     """Return ([(messages, tools or None)], [the same with the teacher's prompt]). UserError."""
-    lines, asked, answered = [], [], 0
+    lines, asked = [], []
     # not splitlines: U+2028 does not end a line
     texts = json_files.read_text(path).removesuffix("\n").split("\n")
     for number, text in enumerate(texts, 1):
@@ -136,8 +136,7 @@ def read_input(path, prompt):
                 record = json_files.loads(text)
             record = chat.normalize_record(record)
             messages, tools = record["messages"], record.get("tools") or None
-            if messages[-1]["role"] == "assistant":
-                answered += 1
+            if messages[-1]["role"] == "assistant":     # is asked for again
                 messages = messages[:-1]
             require(messages and messages[-1]["role"] in ("user", "tool")
                     and chat.question(messages).strip(),
@@ -146,8 +145,6 @@ def read_input(path, prompt):
         except (UserError, ValueError) as error:
             raise UserError(f"--input_file {path}: line {number} {one_line(error)}")
         lines.append((messages, tools))
-    if answered:
-        print(f"notice     {answered:,} conversations end with an answer, which is asked for again")
     return lines, asked
 
 
