@@ -64,8 +64,8 @@ def read_records(path, problems, lines=None):
 
 
 def normalize_record(record):
-    """A record in any known form with the "messages" and "tools" that templates take. UserError,
-    ValueError."""
+    """A record of any form with "messages" and "tools" as templates take them. UserError, or
+    ValueError if a text in it is no JSON."""
     require(isinstance(record, dict),
             f"is a JSON {type(record).__name__}, and one object a line is read")
     messages = [normalize_message(f"message {number}", message)
@@ -98,8 +98,7 @@ def turns_of(record):
 
 def normalize_message(name, message):
     """A message as templates take it: our names for ShareGPT's, a text also if it only has tool
-    calls, and the arguments of calls, which servers send as text, as JSON. UserError, ValueError.
-    """
+    calls, and JSON for arguments of calls that servers send as text. UserError, ValueError."""
     message = message if isinstance(message, dict) else {}
     if message.keys() - {"weight"} == {"from", "value"}:
         message = {SHAREGPT.get(key, key): value for key, value in message.items()}

@@ -39,14 +39,14 @@ def shown(value):
 def charts(rows):
     """HTML of metrics.jsonl: charts with the ranges of both axes below. train/x and eval/x share
     one, as do x_0, x_1 and so on."""
-    charts, figures = {}, ""        # {title: {label: [(step, value)]}}
+    grouped, figures = {}, ""       # {title: {label: [(step, value)]}}
     for name in dict.fromkeys(name for row in rows for name in row if name != "step"):
         prefix, _, rest = name.rpartition("/")
         stem, number = re.fullmatch(r"(.*?)(?:_(\d+))?", rest, re.DOTALL).groups()
         if curve := metrics.curve(rows, name):
             title = f"{stem} ({prefix})" if number else stem
-            charts.setdefault(title.replace("_", " "), {})[number or prefix] = curve
-    for title, curves in charts.items():
+            grouped.setdefault(title.replace("_", " "), {})[number or prefix] = curve
+    for title, curves in grouped.items():
         steps, values = zip(*(point for curve in curves.values() for point in curve))
         first, last, low, high = min(steps), max(steps), min(values), max(values)
         lines = legend = ""

@@ -40,7 +40,7 @@ ARGS = cli.parse(build_parser()) if __name__ == "__main__" else None
 
 import torch
 
-from core import checkpoint, dist, json_files, tensor_io
+from core import chat, checkpoint, dist, json_files, tensor_io
 from core.cli import UserError, require
 from diffusion import dit
 from diffusion.problems import MARKERS, SDAR_MASK, Problem, load_tokenizer, read_tokenizer
@@ -139,7 +139,6 @@ def add_form(layout, form):
 
 def add_chat_form(layout, folder):
     """A Layout with prompt and end token from a tokenizer folder's chat template. UserError."""
-    from core import chat
     tokenizer = chat.load_tokenizer(folder)
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": "{question}"}], tokenize=False, add_generation_prompt=True,
@@ -154,7 +153,6 @@ def read_chats(path, folder, tokens, bad):
     all text before it in the chat template of the tokenizer's folder. Those of one chat share a
     name. bad: list to which unusable problems are added. UserError if the template does not end
     answers with the end token of `tokens`."""
-    from core import chat
     encoder = chat.Encoder(chat.load_tokenizer(folder), "last", chat.THINKING["false"])
     problems = []
     for line, record in chat.read_records(path, bad):

@@ -133,8 +133,8 @@ class PairEncoder:
         messages = [*add_prompt(self.prompt, teacher_context(record)), record["messages"][-1]]
         (others, other_mask), = self.teacher.encode(
             {"messages": messages, "tools": record.get("tools")})
-        # compress(ids, mask) gives the trained ids
         hint = "; with teacher_messages give --train_turns last"
+        # compress(ids, mask) gives the trained ids
         require(list(compress(ids, mask)) == list(compress(others, other_mask)),
                 "the teacher's template gives the answer other tokens"
                 + hint * ("teacher_messages" in record))
