@@ -20,7 +20,7 @@ from core.cli import UserError, first_line, require
 from core.packing import token_lists
 from core.json_files import Problem
 
-THINKING = {"template": None, "true": True, "false": False}     # --enable_thinking -> Encoder's
+THINKING = {"template": {}, "true": {"enable_thinking": True}, "false": {"enable_thinking": False}}
 SHAREGPT = {"from": "role", "value": "content", "human": "user", "gpt": "assistant"}
 KNOWN = {"role", "content", "reasoning_content"}
 KEYS = {"system": KNOWN, "developer": KNOWN, "user": KNOWN,         # {role: keys of a message}
@@ -53,43 +53,31 @@ def read_records(path, problems, lines=None):
     for number, line in numbered_lines(path) if lines is None else lines:
         if not isinstance(line, dict) and not line.strip():
             continue
-        check = "unreadable"
         try:
-            record = parse_json(line)
-            if not isinstance(record, dict):
-                raise ValueError(f"is a JSON {type(record).__name__}, and one object a line is "
-                                 "read")
-            check = "invalid"
-            record = normalize_record(record)
+            record = normalize_record(line if isinstance(line, dict) else json_files.loads(line))
             while record["messages"] and record["messages"][-1]["role"] != "assistant":
                 record["messages"].pop()
-            if not record["messages"]:
-                raise ValueError("has no message of the assistant, so there is no answer to "
-                                 "train")
-        except ValueError as error:
-            problems.append(Problem(f"{path}:{number}", check, error, path))
-        else:
+            require(record["messages"], "has no message of the assistant, so no answer to train")
             yield number, record
-
-
-def parse_json(value):
-    """The value of a JSON text; anything else is a value already. ValueError."""
-    return json_files.loads(value) if isinstance(value, (str, bytes)) else value
+        except (UserError, ValueError) as error:
+            problems.append(Problem(f"{path}:{number}", "invalid", error, path))
 
 
 def normalize_record(record):
-    """A record in any known form with the "messages" and "tools" that templates take. ValueError.
-    """
-    messages = turns_of(record)
-    if not messages:
-        raise ValueError('has no list "messages"; give {"messages": [{"role": "user", "content": '
-                         '...}, {"role": "assistant", "content": ...}]}')
-    record = record | {"messages": [normalize_message(f"message {number}", message)
-                                    for number, message in enumerate(messages, 1)]}
-    if "tools" in record:
-        record["tools"] = parse_json(record["tools"])
-        functions_of(record["tools"], 'its "tools"')
-    return record
+    """A record of any form with "messages" and "tools" as templates take them. UserError, or
+    ValueError if a text in it is no JSON."""
+    require(isinstance(record, dict),
+            f"is a JSON {type(record).__name__}, and one object a line is read")
+    messages = [normalize_message(f"message {number}", message)
+                for number, message in enumerate(turns_of(record), 1)]
+    require(messages, 'has no list "messages"; give {"messages": [{"role": "user", "content": '
+                      '...}, {"role": "assistant", "content": ...}]}')
+    tools = record.get("tools")
+    tools = json_files.loads(tools) if isinstance(tools, str) else tools
+    functions_of(tools, 'its "tools"')
+    require(not json_files.HALF_CHARACTER.search(to_json([messages, tools])),
+            "holds half a character (\\ud800 to \\udfff)")
+    return record | {"messages": messages, "tools": tools}
 
 
 def turns_of(record):
@@ -110,48 +98,42 @@ def turns_of(record):
 
 def normalize_message(name, message):
     """A message as templates take it: our names for ShareGPT's, a text also if it only has tool
-    calls, and the arguments of calls, which servers send as text, as JSON. ValueError."""
+    calls, and JSON for arguments of calls that servers send as text. UserError, ValueError."""
     message = message if isinstance(message, dict) else {}
     if message.keys() - {"weight"} == {"from", "value"}:
         message = {SHAREGPT.get(key, key): value for key, value in message.items()}
         message["role"] = SHAREGPT.get(str(message["role"]), message["role"])
     calls = functions_of(message.get("tool_calls"), f"{name}: its tool_calls")
     for call in calls:
-        if "arguments" in call:
-            call["arguments"] = parse_json(call["arguments"])
+        if isinstance(call.get("arguments"), str):
+            call["arguments"] = json_files.loads(call["arguments"])
+        require(isinstance(call.get("arguments", {}), dict),
+                f"{name} has a tool call whose arguments are no JSON object")
     if calls:
         message = message | {"content": message.get("content") or ""}
-    role, content = message.get("role"), message.get("content")
-    texts = [content, message.get("reasoning_content") or ""]
-    if role not in list(KEYS):      # a list, as the role may be unhashable
-        why = f"has no role out of {', '.join(KEYS)}"
-    elif not all(isinstance(text, str) for text in texts):
-        why = "has no text as its content; only text is trained, and parts are to be joined"
-    elif json_files.HALF_CHARACTER.search("".join(texts)):
-        why = "holds half a character (\\ud800 to \\udfff)"
-    elif role == "assistant" and not content.strip() and not calls:
-        why = "is an empty answer; drop the line"
-    elif unknown := message.keys() - KEYS[role]:
-        why = f"has {', '.join(sorted(unknown))}, which no chat template is sure to write"
-    elif not all(isinstance(call.get("arguments", {}), dict) for call in calls):
-        why = "has a tool call whose arguments are no JSON object"
-    elif message.get("weight", 1) not in (0, 1):
-        why = f"has the weight {message['weight']!r}; an answer is trained (1) or not (0)"
-    else:
-        return message
-    raise ValueError(f"{name} {why}")
+    role, content = str(message.get("role")), message.get("content")
+    require(role in KEYS, f"{name} has no role out of {', '.join(KEYS)}")
+    require(isinstance(content, str) and isinstance(message.get("reasoning_content") or "", str),
+            f"{name} has no text as its content; only text is trained, and parts are to be joined")
+    require(role != "assistant" or content.strip() or calls,
+            f"{name} is an empty answer; drop the line")
+    unknown = ", ".join(sorted(message.keys() - KEYS[role]))
+    require(not unknown, f"{name} has {unknown}, which no chat template is sure to write")
+    require(message.get("weight", 1) in (0, 1), f"{name} has the weight {message.get('weight')!r}; "
+            "an answer is trained (1) or not (0)")
+    return message
 
 
 def functions_of(tools, name=""):
     """[{"name": ..., ...}] of tools or tool calls: their "function" or, without one, themselves.
-    name: for the ValueError."""
+    name: for the UserError."""
     try:
         functions = [tool.get("function", tool) for tool in tools or ()]
-        if all(isinstance(function["name"], str) and function["name"] for function in functions):
-            return functions
+        named = all(isinstance(each["name"], str) and each["name"] for each in functions)
     except (AttributeError, KeyError, TypeError):
-        pass
-    raise ValueError(f'{name} are no list of {{"function": {{"name": ..., ...}}}}')
+        named = False
+    require(named, f'{name} are no list of {{"function": {{"name": ..., ...}}}}')
+    return functions
 
 
 def question(messages):
@@ -183,82 +165,77 @@ def load_tokenizer(folder, template=None):
 
 class Encoder:
     """Turns a record into samples: (ids, mask of the trained ids). turns: train "all" answers or
-    the "last". thinking: the template's enable_thinking. split: if one sample cannot hold all
+    the "last". options: of the template, as in THINKING. split: if one sample cannot hold all
     answers, each becomes one."""
 
-    def __init__(self, tokenizer, turns="all", thinking=None, split=False):
+    def __init__(self, tokenizer, turns="all", options=None, split=False):
         self.tokenizer, self.turns, self.split = tokenizer, turns, split
-        self.lists = token_lists(tokenizer)
-        self.options = {} if thinking is None else {"enable_thinking": thinking}
+        self.lists, self.options = token_lists(tokenizer), options or {}
         added = tokenizer.added_tokens_decoder.items()
         self.special = {number: token.content for number, token in added if token.special}
 
     def encode(self, record):
-        """[(ids, mask)] of a record of read_records. ValueError."""
-        turns = self._render(record)
-        try:
-            return [self._mask(turns)]
-        except ValueError:
-            if not self.split or len(turns) == 1:
-                raise
-            return [self._mask([turn]) for turn in turns]
-
-    def _render(self, record):
-        """[(text of the prompt, text of prompt and answer)] of the trained turns. ValueError."""
+        """[(ids, mask)] of a record of read_records. UserError."""
+        require(record.get("teacher_messages") is None,
+                'has "teacher_messages", and no --teacher_path reads them')
         messages, tools = record["messages"], record.get("tools")
-        if record.get("teacher_messages") is not None:
-            raise ValueError('has "teacher_messages", and no --teacher_path reads them')
         content = to_json([messages, tools])
         for token in self.special.values():
-            if to_json(token)[1:-1] in content:
-                raise ValueError(f"contains the control token {token}; remove it")
+            require(to_json(token)[1:-1] not in content,
+                    f"contains the control token {token}; remove it")
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         answers = answers if self.turns == "all" else answers[-1:]
         answers = [i for i in answers if messages[i].get("weight", 1)]
-        if not answers or 0 in answers:
-            raise ValueError("has no answer to train (weight 0), or begins with an answer")
+        require(answers and 0 not in answers,
+                "has no answer to train (weight 0), or begins with an answer")
         try:
-            turns = [tuple(self.tokenizer.apply_chat_template(
+            turns = {i: [self.tokenizer.apply_chat_template(
                 messages[:end], tokenize=False, add_generation_prompt=end == i, tools=tools,
-                **self.options) for end in (i, i + 1)) for i in answers]
+                **self.options) for end in (i, i + 1)] for i in answers}
         except Exception as error:      # of Jinja, or of an expression in the template
-            raise ValueError(f"the chat template refuses it ({type(error).__name__}: {error})")
-        check_rendered(messages[:answers[-1] + 1], tools, dict(zip(answers, turns)))
-        return turns
+            raise UserError(f"the chat template refuses it ({type(error).__name__}: {error})")
+        check_rendered(messages[:answers[-1] + 1], tools, turns)
+        try:
+            return [self._mask([*turns.values()])]
+        except UserError:
+            if not self.split:
+                raise
+            return [self._mask([turn]) for turn in turns.values()]
 
     def _mask(self, turns):
-        """(ids, mask) of the last of the turns that _render gives. ValueError."""
+        """(ids, mask) of a sample. turns: (text of the prompt, text of prompt and answer) of each
+        trained answer; the last has the whole text. UserError."""
         lists = self.lists([text for turn in turns for text in turn])
-        parts = [*zip(lists[::2], lists[1::2])]     # of each turn: its prompt, prompt and answer
-        (prompt, text), (first, ids) = turns[-1], parts[-1]
+        (prompt, text), (first, ids) = turns[-1], lists[-2:]
         if ids[:len(first)] != first and text.startswith(prompt):
             # tokenise the answer separately, if that decodes to the same text
             separate = [*first, *self.lists([text[len(prompt):]])[0]]
             decode = functools.partial(self.tokenizer.decode, clean_up_tokenization_spaces=False)
             if decode(separate) == decode(ids):
-                parts[-1], ids = (first, separate), separate
+                lists[-1] = ids = separate
         mask = [False] * len(ids)
-        for number, (before, through) in enumerate(parts, 1):
-            if through[:len(before)] != before or ids[:len(through)] != through:
-                raise ValueError(f"trained turn {number}: by this chat template the prompt is not "
-                                 "how the whole begins; try --train_turns last")
+        for before, through in zip(lists[::2], lists[1::2]):
+            require(ids[:len(before)] == before and ids[:len(through)] == through,
+                    "by this chat template the prompt is not how the whole begins; try "
+                    "--train_turns last")
             ends = [i + 1 for i in range(len(before), len(through)) if ids[i] in self.special]
-            if not ends or self.tokenizer.decode(ids[ends[-1]:len(through)]).strip():
-                raise ValueError("the chat template does not end an answer with a special token; "
-                                 "give another with --chat_template FILE")
+            require(ends and not self.tokenizer.decode(ids[ends[-1]:len(through)]).strip(),
+                    "the chat template does not end an answer with a special token; give another "
+                    "with --chat_template FILE")
             mask[len(before):ends[-1]] = [True] * (ends[-1] - len(before))
         return ids, mask
 
 
 def check_rendered(messages, tools, turns):
-    """ValueError if the chat template leaves out a tool or a part of a message.
-    turns: {index of a trained message: (text of its prompt, text of prompt and answer)}."""
+    """UserError if the chat template leaves out a tool or a part of a message.
+    turns: {number of a trained message: (text of its prompt, text of prompt and answer)}."""
     first_prompt, conversation = turns[min(turns)][0], turns[max(turns)][1]
-    names, schemas = [tool["name"] for tool in functions_of(tools)], to_json(tools or "")
-    lost = [f"the tool {name}" for name in names if name not in first_prompt]
+    lost, remedy = "the chat template leaves out", "; give --chat_template FILE"
+    for tool in functions_of(tools):
+        require(tool["name"] in first_prompt, f"{lost} the tool {tool['name']}{remedy}")
+    schemas = to_json(tools or "")      # they have the names of calls as well
     for i, message in enumerate(messages):
         calls, text = functions_of(message.get("tool_calls")), answer_text(message)
-        # schemas have the names of calls as well
         complete = text in conversation and all(
             conversation.count(call["name"]) > schemas.count(call["name"]) for call in calls)
         prompt, whole = turns.get(i, (None, ""))
@@ -266,6 +243,4 @@ def check_rendered(messages, tools, turns):
             words = [text, (message.get("reasoning_content") or "").strip()]
             words += [word for call in calls for word in (call["name"], *call.get("arguments", {}))]
             complete &= all(word in whole[len(prompt):] for word in words)
-        lost += [] if complete else [f"a part of message {i + 1} ({message['role']})"]
-    if lost:
-        raise ValueError(f"the chat template leaves out {lost[0]}; give --chat_template FILE")
+        require(complete, f"{lost} a part of message {i + 1} ({message['role']}){remedy}")

@@ -31,70 +31,59 @@ td {{ padding: 3px 18px 3px 0 }} pre {{ white-space: pre-wrap; columns: 3 }}
 
 
 def shown(value):
-    """Text of a number, as in tables; of None a dash."""
-    return "–" if value is None else f"{value:,.4g}" if isinstance(value, float) else str(value)
-
-
-def evaluation_table(evaluations):
-    """HTML table with a row for each metric and a column for each evaluation.json."""
-    rows = [["", *(e["name"] for e in evaluations)],
-            ["verdict", *(e.get("verdict", "") for e in evaluations)]]
-    for name in dict.fromkeys(name for e in evaluations for name in e["metrics"]):
-        rows.append([name, *(shown(e["metrics"].get(name)) for e in evaluations)])
-    lines = "".join("<tr>" + "".join(f"<td>{escape(str(cell))}" for cell in row) for row in rows)
-    return f"<table>{lines}</table>"
-
-
-def chart(title, curves):
-    """<figure> of {label: [(step, value)]}, with the ranges of both axes below."""
-    steps, values = zip(*(point for curve in curves.values() for point in curve))
-    first, last, low, high = min(steps), max(steps), min(values), max(values)
-    lines = legend = ""
-    for (name, curve), color in zip(curves.items(), COLORS * len(curves)):
-        points = " ".join(f"{(step - first) / (last - first or 1) * 400:.1f},"
-                          f"{5 + (high - value) / (high - low or 1) * 190:.1f}"
-                          for step, value in curve)
-        lines += f'<polyline fill="none" stroke="{color}" points="{points}"/>'
-        legend += f' <span style="color:{color}">{escape(name)} {curve[-1][1]:.4g}</span>'
-    return (f'<figure><b>{escape(title)}</b>{legend}<svg viewBox="0 0 400 200">{lines}</svg>'
-            f"{low:.4g} to {high:.4g}, steps {first:,} to {last:,}</figure>")
+    """HTML of a number, as in tables, or of a text; of None a dash."""
+    text = f"{value:,.4g}" if isinstance(value, float) else str(value)
+    return "–" if value is None else escape(text)
 
 
 def charts(rows):
-    """HTML of metrics.jsonl. train/x and eval/x share a chart, as do x_0, x_1 and so on."""
-    curves = {}
+    """HTML of metrics.jsonl: charts with the ranges of both axes below. train/x and eval/x share
+    one, as do x_0, x_1 and so on."""
+    grouped, figures = {}, ""       # {title: {label: [(step, value)]}}
     for name in dict.fromkeys(name for row in rows for name in row if name != "step"):
         prefix, _, rest = name.rpartition("/")
         stem, number = re.fullmatch(r"(.*?)(?:_(\d+))?", rest, re.DOTALL).groups()
         if curve := metrics.curve(rows, name):
             title = f"{stem} ({prefix})" if number else stem
-            curves.setdefault(title.replace("_", " "), {})[number or prefix] = curve
-    return '<div class="grid">' + "".join(map(chart, curves, curves.values())) + "</div>"
+            grouped.setdefault(title.replace("_", " "), {})[number or prefix] = curve
+    for title, curves in grouped.items():
+        steps, values = zip(*(point for curve in curves.values() for point in curve))
+        first, last, low, high = min(steps), max(steps), min(values), max(values)
+        lines = legend = ""
+        for (label, curve), color in zip(curves.items(), COLORS * len(curves)):
+            points = " ".join(f"{(step - first) / (last - first or 1) * 400:.1f},"
+                              f"{5 + (high - value) / (high - low or 1) * 190:.1f}"
+                              for step, value in curve)
+            lines += f'<polyline fill="none" stroke="{color}" points="{points}"/>'
+            legend += f' <span style="color:{color}">{escape(label)} {curve[-1][1]:.4g}</span>'
+        figures += (f'<figure><b>{escape(title)}</b>{legend}<svg viewBox="0 0 400 200">{lines}'
+                    f"</svg>{low:.4g} to {high:.4g}, steps {first:,} to {last:,}</figure>")
+    return f'<div class="grid">{figures}</div>'
 
 
 def samples_html(run, folders):
     """HTML of a run's samples and of --samples, a row per prompt. UserError. Links are skipped: in
     a folder of somebody else they may lead to any file."""
-    rows, steps = {}, list((run / "samples").glob("step-*"))
-    steps.sort(key=lambda path: (len(path.name), path.name))        # 9 before 10
+    rows = {}
+    steps = sorted((run / "samples").glob("step-*"), key=lambda path: (len(path.name), path.name))
     steps = steps[::-max(1, -(-len(steps) // STEPS))][::-1]     # evenly spaced, with the last one
     for folder in folders:
         cli.require(any(folder.glob("*.wav")), f"--samples {folder}: no .wav file in it")
     for folder in sorted([*steps, *folders], key=lambda path: not path.name.startswith(BEFORE)):
-        sounds = [path for path in folder.glob("*.wav") if path.is_file() and not path.is_symlink()]
-        for path in sorted(sounds)[:SAMPLES]:
+        files = [path for path in folder.glob("*") if path.is_file() and not path.is_symlink()]
+        for path in sorted(path for path in files if path.suffix == ".wav")[:SAMPLES]:
             notes, sample = path.with_suffix(".json"), {}
-            if notes.is_file() and not notes.is_symlink():
+            if notes in files:
                 sample = cli.remove_secrets(json_files.read_object(notes))
             facts = " · ".join(f"{fact} {shown(sample[fact])}" for fact in FACTS
                                if sample.get(fact) is not None)
             sound = base64.b64encode(path.read_bytes()).decode()
-            rows.setdefault((path.stem, str(sample.get("text", ""))), []).append(
+            title = f"<h3>{escape(path.stem)}</h3><p>{shown(sample.get('text', ''))}</p>"
+            rows.setdefault((path.stem, title), []).append(
                 f"<figure>{escape(folder.resolve().name)}<audio controls preload=metadata "
-                f'src="data:audio/wav;base64,{sound}"></audio>{escape(facts)}</figure>')
-    return "".join(f'<h3>{escape(name)}</h3><p>{escape(text)}</p>'
-                   f'<div class="grid">{"".join(rows[name, text])}</div>'
-                   for name, text in sorted(rows))
+                f'src="data:audio/wav;base64,{sound}"></audio>{facts}</figure>')
+    return "".join(f'{title}<div class="grid">{"".join(figures)}</div>'
+                   for (_, title), figures in sorted(rows.items()))
 
 
 p = cli.Parser("Write OUTPUT_DIR/report.html, one page about a run.")
@@ -106,30 +95,31 @@ run = args.output_dir
 path, config, output = run / "metrics.jsonl", run / cli.CONFIG, run / "report.html"
 cli.require(path.is_file(), f"{path}: no such file; give the --output_dir of a run")
 rows = metrics.read_metrics(path)
-evaluations = [{"name": path.parent.name} | cli.remove_secrets(json_files.read_object(path))
-               for path in sorted(run.rglob("evaluation.json")) if path.is_file()]
+evaluations = [
+    {"name": file.parent.name, "verdict": ""} | cli.remove_secrets(json_files.read_object(file))
+    for file in sorted(run.rglob("evaluation.json"))]
 evaluations.sort(key=lambda evaluation: not evaluation["name"].startswith(BEFORE))
+columns = [{"": e["name"], "verdict": e["verdict"]} | e["metrics"] for e in evaluations]
 clauses = metrics.verdict(rows) + [
-    f"{e['name']}: word errors {metrics.percent(e['metrics']['wer'])}" for e in evaluations
-    if e["metrics"].get("wer") is not None]
+    f"{column['']}: word errors {metrics.percent(column['wer'])}" for column in columns
+    if column.get("wer") is not None]
 clauses = "".join(f"<li>{escape(clause[0].upper() + clause[1:])}." for clause in clauses)
+table = "".join(
+    f"<tr><td>{escape(name)}" + "".join(f"<td>{shown(column.get(name))}" for column in columns)
+    for name in dict.fromkeys(name for column in columns for name in column))
 flags = cli.remove_secrets(json_files.read_text(config)) if config.is_file() else ""
-parts = {"Verdict": f"<ul>{clauses}</ul>",
-         "Settings": flags and f"<pre>{escape(flags)}</pre>", "Curves": charts(rows),
-         "Samples": samples_html(run, args.samples),
-         "Evaluation": evaluations and evaluation_table(evaluations)}
+parts = {"Verdict": f"<ul>{clauses}</ul>", "Settings": flags and f"<pre>{escape(flags)}</pre>",
+         "Curves": charts(rows), "Samples": samples_html(run, args.samples),
+         "Evaluation": table and f"<table>{table}</table>"}
 body = "".join(f"<h2>{name}</h2>{content}" for name, content in parts.items() if content)
 page = PAGE.format(title=escape(run.resolve().name), body=body)
-temporary = run / ".report.html.tmp"
-temporary.unlink(missing_ok=True)       # it may be a link to another file
-temporary.write_text(page, encoding="utf-8", errors="replace")
-temporary.replace(output)
+output.unlink(missing_ok=True)      # it may be a link to another file
+output.write_text(page, encoding="utf-8", errors="replace")
 print(f"report     {output} ({len(page) / 2**20:.1f} MiB): {len(rows)} lines of metrics")
 if args.check_fell:     # compares the means of the first and the last fifth
     losses = [value for _, value in metrics.curve(rows, "train/loss")]
     cli.require(len(losses) > 1, f"{path} holds {len(losses)} training steps with a loss")
     fifth = max(1, len(losses) // 5)
     first, last = statistics.fmean(losses[:fifth]), statistics.fmean(losses[-fifth:])
-    how = "fell" if last < first else "DID NOT FALL"
-    print(f"train/loss {first:.3f} -> {last:.3f} {how}")
-    sys.exit(how != "fell")
+    cli.require(last < first, f"train/loss {first:.3f} -> {last:.3f} DID NOT FALL")
+    print(f"train/loss {first:.3f} -> {last:.3f} fell")

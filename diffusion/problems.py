@@ -43,7 +43,7 @@ def read_problems(path, split, system, strip_calculator=False, bad=None):
     for name, entry in read_rows(path, split):
         try:
             problems.append(parse_problem(name, entry, system, strip_calculator))
-        except ValueError as error:
+        except UserError as error:
             wrong.append(json_files.Problem(name, "invalid", error, path))
     if bad is None:
         json_files.Problems().add(wrong).settle()
@@ -52,25 +52,23 @@ def read_problems(path, split, system, strip_calculator=False, bad=None):
 
 
 def parse_problem(name, entry, system, strip_calculator):
-    """One JSON object -> Problem; ValueError with fault and remedy."""
+    """One JSON object -> Problem; UserError with fault and remedy."""
     hdp, texts = system == "hdp", {}
     for key in ("question", "plan", "execution", "answer") if hdp else ("question", "answer"):
         text = entry.get(key) if isinstance(entry, dict) else None
-        if not isinstance(text, str) or not text.strip():
-            hint = "; make plans with make_problems.py plans" * (key in ("plan", "execution"))
-            raise ValueError(f"has no {key!r} (a text that is not empty){hint}")
-        if json_files.HALF_CHARACTER.search(text):
-            raise ValueError(f"its {key!r} holds half a character (\\ud800 to \\udfff)")
+        hint = "; make plans with make_problems.py plans" * (key in ("plan", "execution"))
+        require(isinstance(text, str) and text.strip(),
+                f"has no {key!r} (a text that is not empty){hint}")
+        require(not json_files.HALF_CHARACTER.search(text),
+                f"its {key!r} holds half a character (\\ud800 to \\udfff)")
         texts[key] = text.strip()
     solution, answer = texts["execution" if hdp else "answer"], texts["answer"]
     if strip_calculator:
         solution = CALCULATOR.sub("", solution)
     if not hdp:
         _, marker, answer = map(str.strip, solution.rpartition("####"))
-        if not marker:
-            raise ValueError("its 'answer' has no '#### N' line; add the final number after ####")
-    if not NUMBER.fullmatch(answer):
-        raise ValueError(f"its final answer {answer!r} is not a number")
+        require(marker, "its 'answer' has no '#### N' line; add the final number after ####")
+    require(NUMBER.fullmatch(answer), f"its final answer {answer!r} is not a number")
     return Problem(name, texts["question"], solution, answer, texts.get("plan", ""))
 
 

@@ -40,8 +40,8 @@ ARGS = cli.parse(build_parser()) if __name__ == "__main__" else None
 
 import torch
 
-from core import checkpoint, dist, json_files, tensor_io
-from core.cli import UserError, first_line, require
+from core import chat, checkpoint, dist, json_files, tensor_io
+from core.cli import UserError, require
 from diffusion import dit
 from diffusion.problems import MARKERS, SDAR_MASK, Problem, load_tokenizer, read_tokenizer
 
@@ -139,15 +139,12 @@ def add_form(layout, form):
 
 def add_chat_form(layout, folder):
     """A Layout with prompt and end token from a tokenizer folder's chat template. UserError."""
-    from transformers import AutoTokenizer
-    question = [{"role": "user", "content": "{question}"}]
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        prompt = tokenizer.apply_chat_template(
-            question, tokenize=False, add_generation_prompt=True, enable_thinking=False)
-        require(prompt.count("{question}") == 1, "it does not write the question once")
-    except Exception as error:      # many kinds: no files, no template, a template that fails
-        raise UserError(f"--chat: {folder} has no usable chat template ({first_line(error):.120})")
+    tokenizer = chat.load_tokenizer(folder)
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "{question}"}], tokenize=False, add_generation_prompt=True,
+        enable_thinking=False)
+    require(prompt.count("{question}") == 1,
+            f"--chat: the chat template of {folder} does not write the question once")
     return add_form(layout, {"prompt": prompt, "end_token": tokenizer.eos_token})
 
 
@@ -156,10 +153,9 @@ def read_chats(path, folder, tokens, bad):
     all text before it in the chat template of the tokenizer's folder. Those of one chat share a
     name. bad: list to which unusable problems are added. UserError if the template does not end
     answers with the end token of `tokens`."""
-    from core import chat
-    encoder = chat.Encoder(chat.load_tokenizer(folder), "last", thinking=False)
-    problems, unusable = [], []
-    for line, record in chat.read_records(path, unusable):
+    encoder = chat.Encoder(chat.load_tokenizer(folder), "last", chat.THINKING["false"])
+    problems = []
+    for line, record in chat.read_records(path, bad):
         name, messages = f"{path}:{line}", record["messages"]
         places = [i for i, message in enumerate(messages)
                   if message["role"] == "assistant" and message.get("weight", 1)]
@@ -168,7 +164,7 @@ def read_chats(path, folder, tokens, bad):
             try:
                 (ids, mask), = encoder.encode(
                     {"messages": messages[:i + 1], "tools": record.get("tools")})
-            except ValueError as error:
+            except UserError as error:
                 why = f"answer in message {i + 1}: {CHAT_HINT.sub('', str(error))}"
                 bad.append(json_files.Problem(name, "invalid", why, path))
                 continue
@@ -179,7 +175,6 @@ def read_chats(path, folder, tokens, bad):
                                  f"token is {end}; give --end_token '{last}'")
             problems.append(Problem(name, chat.question(messages[:i]), "", "", ids=ids,
                                     prompt_length=mask.index(True)))
-    bad += [json_files.Problem(p.name, "invalid", p.reason, path) for p in unusable]
     require(problems or bad, f"{path}: holds no chats")
     return problems
 

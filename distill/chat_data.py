@@ -35,7 +35,7 @@ def encode_chunk(path, encoder, limit, lines):
     for line, record in read_records(path, problems, lines):
         try:
             samples = encoder.encode(record)
-        except ValueError as error:
+        except UserError as error:
             problems.append(Problem(f"{path}:{line}", "template", error, path))
             continue
         for ids, mask, *own in samples:

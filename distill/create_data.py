@@ -125,32 +125,26 @@ from distill.chat_data import IDS_PER_FILE
 
 def read_input(path, prompt):
     """Return ([(messages, tools or None)], [the same with the teacher's prompt]). UserError."""
-    lines, asked, answered = [], [], 0
+    lines, asked = [], []
     # not splitlines: U+2028 does not end a line
     texts = json_files.read_text(path).removesuffix("\n").split("\n")
     for number, text in enumerate(texts, 1):
         record = {"messages": [{"role": "user", "content": text.strip()}]}
         try:
-            if not text.strip():
-                raise ValueError("is empty; delete it")
+            require(text.strip(), "is empty; delete it")
             if Path(path).suffix == ".jsonl":
                 record = json_files.loads(text)
-            if not isinstance(record, dict):
-                raise ValueError("is not a JSON object")
             record = chat.normalize_record(record)
             messages, tools = record["messages"], record.get("tools") or None
-            if messages[-1]["role"] == "assistant":
-                answered += 1
+            if messages[-1]["role"] == "assistant":     # is asked for again
                 messages = messages[:-1]
-            if (not messages or messages[-1]["role"] not in ("user", "tool")
-                    or not chat.question(messages).strip()):
-                raise ValueError("has no user message with text before the answer asked for")
+            require(messages and messages[-1]["role"] in ("user", "tool")
+                    and chat.question(messages).strip(),
+                    "has no user message with text before the answer asked for")
             asked.append((teachers.add_prompt(prompt, messages), tools))
-        except ValueError as error:
+        except (UserError, ValueError) as error:
             raise UserError(f"--input_file {path}: line {number} {one_line(error)}")
         lines.append((messages, tools))
-    if answered:
-        print(f"notice     {answered:,} conversations end with an answer, which is asked for again")
     return lines, asked
 
 
@@ -227,7 +221,7 @@ def label_lines(args, answers, draw, parser, asked, todo, journal, header, answe
         for (number, *_), answer in answers(requests):
             record = records[number]
             record["label"], why = read_label(parser, answer.text, answer.finish_reason,
-                                              draw.thinking and not answer.thought)
+                                              args.thinking == "on" and not answer.thought)
             # if the whole answer is the label, tool calls belong to it
             if answer.tool_calls and not parser.line and answer.finish_reason == "stop":
                 record |= {"label": answer.text.strip(), "tool_calls": answer.tool_calls}
@@ -324,7 +318,8 @@ def main(argv=None):
         name = f"shard-{shard}-of-{shards}"
         checkpoint.lock_folder(work, "--output_file", name)     # released at the end of the process
         draw = teachers.Sampling(args.max_tokens, args.temperature, args.top_p, args.top_k,
-                                 {"default": None, "on": True, "off": False}[args.thinking])
+                                 {} if args.thinking == "default" else
+                                 {"enable_thinking": args.thinking == "on"})
         answers = getattr(teachers, f"open_{args.engine}")(args.model_name, draw, **{
             name: getattr(args, name) for name in ENGINE_FLAGS[args.engine]})
         answered = any(record["answers"][-1]["finish_reason"] != "unanswered"

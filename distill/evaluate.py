@@ -87,7 +87,6 @@ import numpy as np
 import torch
 
 from core import adapters, chat, checkpoint, json_files, kernels, metrics
-from core.chat import THINKING
 from distill import causal_lm, packed_lm, teaching
 from distill.chat_data import HELD_OUT, ChatTable, question_hash, write_table
 from distill.divergence import teacher_sums
@@ -210,10 +209,10 @@ def encode(run, rows, path, prompt=None, turns=None):
     """Return ([sample of a ChatTable], end ids of answers). rows: records of the file `path`."""
     last_only = prompt and prompt.role == "user"
     turns = turns or ("last" if last_only else run.flags.train_turns)
-    thinking = THINKING[run.flags.enable_thinking]
-    encoder = chat.Encoder(run.tokenizer, turns, thinking, split=not prompt)
+    options = chat.THINKING[run.flags.enable_thinking]
+    encoder = chat.Encoder(run.tokenizer, turns, options, split=not prompt)
     if prompt:
-        teacher = chat.Encoder(run.teacher_tokenizer, turns, thinking)
+        teacher = chat.Encoder(run.teacher_tokenizer, turns, options)
         encoder = teaching.PairEncoder(encoder, teacher, prompt)
     limit = causal_lm.length_limit(causal_lm.load_config(run.base), run.flags.max_length,
                                    run.flags.max_tokens_per_batch)
@@ -285,7 +284,7 @@ def ask_column(args, column, ends, thinking, rows, prompt=None):
             messages = teachers.add_prompt(prompt, row.get("teacher_messages") or messages)
         requests.append(teachers.Request(number, messages, tools=row.get("tools")))
     causal_lm.stop_at(column.native, ends)
-    draw = teachers.Sampling(args.max_new_tokens, thinking=THINKING[thinking])
+    draw = teachers.Sampling(args.max_new_tokens, options=chat.THINKING[thinking])
     answers = teachers.answers_of(column.native, column.tokenizer, draw, batch_size=args.batch_size)
     with column.use(column.usual):
         by_id = {request.id: answer for request, answer in answers(requests)}

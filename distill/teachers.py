@@ -54,12 +54,7 @@ class Sampling(NamedTuple):
     temperature: float = 0.0    # 0: greedy
     top_p: float = 1.0          # sample from the likeliest tokens of this total probability
     top_k: int = 0              # sample from this number of likeliest tokens, 0: all
-    thinking: bool = None       # enable_thinking of the chat template; None: not passed
-
-    @property
-    def template_flags(self):
-        """Arguments of the chat template besides messages and tools."""
-        return {} if self.thinking is None else {"enable_thinking": self.thinking}
+    options: dict = {}          # of the chat template, besides messages and tools
 
 
 # ---- The teacher's prompt
@@ -84,7 +79,7 @@ def read_prompt(path, role="user"):
 
 
 def add_prompt(prompt, messages):
-    """Messages with the teacher's Prompt, before the text of a system message. ValueError."""
+    """Messages with the teacher's Prompt, before the text of a system message. UserError."""
     if prompt.role == "none":
         return list(messages)
     if prompt.role == "system":
@@ -92,8 +87,8 @@ def add_prompt(prompt, messages):
             first, *rest = messages
             return [first | {"content": f"{prompt.before}\n\n{first['content']}"}, *rest]
         return [{"role": "system", "content": prompt.before}, *messages]
-    if not messages or messages[-1]["role"] != "user":
-        raise ValueError("has no user message before its last answer, for --prompt_role user")
+    require(messages and messages[-1]["role"] == "user",
+            "has no user message before its last answer, for --prompt_role user")
     text = prompt.before + messages[-1]["content"] + prompt.after
     return [*messages[:-1], messages[-1] | {"content": text}]
 
@@ -156,14 +151,14 @@ def longest_of(config):
     return min(getattr(config.get_text_config(), "max_position_embeddings", LONGEST), LONGEST)
 
 
-def answer_in_chunks(size, tokenizer, flags, limit, complete, requests):
+def answer_in_chunks(size, tokenizer, options, limit, complete, requests):
     """Yield (request, Answer), in chunks of `size` requests. limit: most tokens of a prompt.
 
     complete(prompts, seeds) gets the ids of prompts, the shortest first, and yields (text,
     finish_reason, number of tokens) of each."""
     def render(messages, tools=None, **more):
         return tokenizer.apply_chat_template(
-            messages, tools=tools, add_generation_prompt=True, **more, **flags)
+            messages, tools=tools, add_generation_prompt=True, **more, **options)
     # some templates end with the opening tag of a thought, which the answer does not repeat
     prompt = render([{"role": "user", "content": "x"}], tokenize=False)
     opening_tag = "<think>" if prompt.rstrip().endswith("<think>") else ""
@@ -184,13 +179,11 @@ def answer_in_chunks(size, tokenizer, flags, limit, complete, requests):
 
 def open_vllm(name, draw, *, max_model_len=0, seed=0, chunk_size=1024, **options):
     """`answers` of vLLM on this process's GPUs. chunk_size: requests per call. options: of LLM."""
+    require_package("vllm", "--engine vllm")
     from transformers import AutoConfig
+    from vllm import LLM, SamplingParams
 
     from core import chat
-    try:
-        from vllm import LLM, SamplingParams
-    except ImportError as error:
-        raise UserError(f"--engine vllm: vLLM cannot be imported ({error}); install it")
     config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     tokenizer = chat.load_tokenizer(name)
     llm = LLM(model=name, max_model_len=max_model_len or longest_of(config), seed=seed,
@@ -204,7 +197,7 @@ def open_vllm(name, draw, *, max_model_len=0, seed=0, chunk_size=1024, **options
             answer = out.outputs[0]
             yield answer.text, answer.finish_reason, len(answer.token_ids)
     limit = llm.llm_engine.model_config.max_model_len - 1   # vLLM refuses longer prompts
-    return partial(answer_in_chunks, chunk_size, tokenizer, draw.template_flags, limit, complete)
+    return partial(answer_in_chunks, chunk_size, tokenizer, draw.options, limit, complete)
 
 
 def open_transformers(name, draw, *, max_model_len=0, batch_size=16, chunk_size=1024):
@@ -244,7 +237,7 @@ def answers_of(model, tokenizer, draw, max_model_len=0, batch_size=16, chunk_siz
                 text = tokenizer.decode(ids[:-1] if ended else ids, skip_special_tokens=False)
                 yield text, "stop" if ended else "length", len(ids)
     limit = (max_model_len or longest_of(model.config)) - draw.max_tokens
-    return partial(answer_in_chunks, chunk_size, tokenizer, draw.template_flags, limit, complete)
+    return partial(answer_in_chunks, chunk_size, tokenizer, draw.options, limit, complete)
 
 
 # ---- On a server: httpx with retries
@@ -375,7 +368,7 @@ async def ask_server(server, name, draw, refused, request):
         body = {"model": name, "messages": list(map(to_openai, request.messages)),
                 limit: draw.max_tokens, "temperature": draw.temperature, "top_p": draw.top_p,
                 **NEUTRAL, "seed": request.seed, "top_k": draw.top_k,
-                "chat_template_kwargs": draw.template_flags or None, "tools": request.tools}
+                "chat_template_kwargs": draw.options or None, "tools": request.tools}
         body = {field: value for field, value in body.items()
                 if field not in refused and value not in (None, [])}
         try:

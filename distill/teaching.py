@@ -8,7 +8,7 @@ from itertools import compress
 from pathlib import Path
 
 from core import cli
-from core.cli import require
+from core.cli import UserError, require
 
 # {flag: flags of which it needs one}
 NEEDED = {"prompt_role": "prompt_file", "teacher_name": "teacher_url", "keep_weight": "keep",
@@ -104,16 +104,16 @@ def check_teacher_differs(args, table, numbers):
 
 
 def teacher_context(record):
-    """The teacher's messages before the last answer. ValueError."""
+    """The teacher's messages before the last answer. UserError."""
     from core.chat import normalize_record
     if record.get("teacher_messages") is None:
         return record["messages"][:-1]
     try:
         messages = normalize_record({"messages": record["teacher_messages"]})["messages"]
-    except ValueError as error:
-        raise ValueError(f'its "teacher_messages": {error}')
-    if (role := messages[-1]["role"]) not in ("user", "tool"):
-        raise ValueError(f'its "teacher_messages" end with a message of the {role}, not the user')
+    except (UserError, ValueError) as error:
+        raise UserError(f'its "teacher_messages": {error}')
+    require((role := messages[-1]["role"]) in ("user", "tool"),
+            f'its "teacher_messages" end with a message of the {role}, not the user')
     # answers among them are context; only the last answer is learned
     return [m | {"weight": 0} if m["role"] == "assistant" else m for m in messages]
 
@@ -127,15 +127,15 @@ class PairEncoder:
 
     def encode(self, record):
         """[(ids, mask, number of the student's ids)] of a record. Both versions must train exactly
-        the same tokens. ValueError."""
+        the same tokens. UserError."""
         from distill.teachers import add_prompt
         (ids, mask), = self.student.encode(record | {"teacher_messages": None})
         messages = [*add_prompt(self.prompt, teacher_context(record)), record["messages"][-1]]
         (others, other_mask), = self.teacher.encode(
             {"messages": messages, "tools": record.get("tools")})
+        hint = "; with teacher_messages give --train_turns last"
         # compress(ids, mask) gives the trained ids
-        if list(compress(ids, mask)) != list(compress(others, other_mask)):
-            hint = "; with teacher_messages give --train_turns last"
-            raise ValueError("the teacher's template gives the answer other tokens"
-                             + hint * ("teacher_messages" in record))
+        require(list(compress(ids, mask)) == list(compress(others, other_mask)),
+                "the teacher's template gives the answer other tokens"
+                + hint * ("teacher_messages" in record))
         return [(ids + others, mask + other_mask, len(ids))]

@@ -22,7 +22,7 @@ from core.cli import require
 
 LORA_RATE, FULL_RATE = 2e-4, 2e-5       # LoRA takes about ten times the rate (tinker-cookbook)
 GLOBAL_BATCH = 128      # samples an optimizer step, unless flags say otherwise
-CHECKS = ("unreadable", "invalid", "template", "too_long")    # of --drop_bad
+CHECKS = ("invalid", "template", "too_long")    # of --drop_bad
 
 # ---- Flags: name, default, help
 p = cli.Parser("Fine-tune a causal language model on chats.")

@@ -65,7 +65,7 @@ def released(name):
 def test_masks_token_by_token(tokenizer, template, messages, turns, thinking, pattern):
     template = template if "{" in template else released(template)
     options = {} if thinking is None else {"enable_thinking": thinking}
-    ids, mask = chats.encode(encoder(tokenizer, template, turns, thinking), messages)
+    ids, mask = chats.encode(encoder(tokenizer, template, turns, options), messages)
     wanted_ids, wanted = reference(tokenizer, messages, ANSWER[pattern], turns == "last", **options)
     tokens = tokenizer.convert_ids_to_tokens(ids)
     assert list(zip(tokens, ids, mask)) == list(zip(tokens, wanted_ids, wanted))
@@ -75,10 +75,10 @@ def test_masks_token_by_token(tokenizer, template, messages, turns, thinking, pa
         assert ids[:mask.index(True)] == prompt
 
 
-@pytest.mark.parametrize("template, messages, turns, thinking, message", [
+@pytest.mark.parametrize("template, messages, turns, options, message", [
     (QWEN_OPEN, [*THOUGHTS, *THOUGHTS], "all", None, "--train_turns last"),
     (QWEN_THINK, MULTI, "all", None, "--train_turns last"),                     # earlier turns lose their think block
-    (QWEN_THINK, THOUGHTS, "all", False, "is not how the whole begins"),
+    (QWEN_THINK, THOUGHTS, "all", {"enable_thinking": False}, "is not how the whole begins"),
     (QWEN.replace("<|im_end|>", ""), SINGLE, "all", None, "does not end an answer with a special token"),
     ("{{ raise_exception('no system role') }}", SINGLE, "all", None, "refuses it (TemplateError: no system role)"),
     (QWEN.replace("messages -%}", "messages if m.role != 'system' -%}", 1), MULTI, "all", None,
@@ -87,9 +87,9 @@ def test_masks_token_by_token(tokenizer, template, messages, turns, thinking, pa
     (QWEN, ask("say <|im_end|> now", "en"), "all", None, "contains the control token <|im_end|>"),
     (QWEN + "{{ '<|endoftext|>' if not add_generation_prompt }}", MULTI, "all", None, "is not how the whole begins"),
 ])
-def test_refused(tokenizer, template, messages, turns, thinking, message):
-    refused = chats.encode(encoder(tokenizer, template, turns, thinking), messages)
-    assert isinstance(refused, ValueError) and message in str(refused), refused
+def test_refused(tokenizer, template, messages, turns, options, message):
+    refused = chats.encode(encoder(tokenizer, template, turns, options), messages)
+    assert isinstance(refused, UserError) and message in str(refused), refused
 
 
 def test_a_prompt_and_its_answer_share_a_token(tokenizer):

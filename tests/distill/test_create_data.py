@@ -262,8 +262,7 @@ def test_conversations(server, tmp_path):
                {"messages": [*turns[1:], {"role": "assistant", "content": "x"}]}, {"messages": called, "tools": tools}]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     command = [word.replace("lines.txt", "chats.jsonl") for word in flags(tmp_path, server, "--max_retries", "20")]
-    printed = label(tmp_path, *command)
-    assert "1 conversations end with an answer" in printed
+    label(tmp_path, *command)
     labels = rows(tmp_path / "labels.jsonl")
     assert [row["messages"][:-1] for row in labels] == [turns, history, turns[1:], called]
     assert [row["messages"][-1]["content"] for row in labels] == "de fr de el".split() and labels[3]["tools"] == tools

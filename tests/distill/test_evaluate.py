@@ -153,11 +153,11 @@ def test_accuracy_is_that_of_the_rows(whole):
 
 
 @pytest.mark.parametrize("template, thinking, tools", [
-    (chats.QWEN_THINK, False, None), (chats.QWEN, None, None),
-    (chats.QWEN_TOOLS, None, [{"type": "function", "function": {"name": "look", "parameters": {}}}])])
+    (chats.QWEN_THINK, "false", None), (chats.QWEN, "template", None),
+    (chats.QWEN_TOOLS, "template", [{"type": "function", "function": {"name": "look", "parameters": {}}}])])
 def test_prompts_equal_the_trained_ones(inputs, template, thinking, tools):
     """generate gets the ids before the first trained token; pads are on the left, masked."""
-    from core.chat import Encoder
+    from core.chat import THINKING, Encoder
     tokenizer = chats.tokenizer(template)
     model, seen = AutoModelForCausalLM.from_pretrained(inputs / "base").eval(), []
     model.generation_config.eos_token_id = tokenizer.convert_tokens_to_ids("<|endoftext|>")
@@ -166,11 +166,10 @@ def test_prompts_equal_the_trained_ones(inputs, template, thinking, tools):
     asked = [record(i)["messages"] for i in (1, 4, 9)]
     args = types.SimpleNamespace(max_new_tokens=2, batch_size=3)
     answers = script.ask_column(
-        args, script.Column(model, tokenizer, True), [tokenizer.eos_token_id],
-        {None: "template", True: "true", False: "false"}[thinking],
+        args, script.Column(model, tokenizer, True), [tokenizer.eos_token_id], thinking,
         [{"messages": messages, "tools": tools} for messages in asked])
     trained = [ids[:mask.index(True)] for ids, mask in (
-        chats.encode(Encoder(tokenizer, thinking=thinking), messages, tools) for messages in asked)]
+        chats.encode(Encoder(tokenizer, options=THINKING[thinking]), messages, tools) for messages in asked)]
     assert tokenizer.eos_token_id in model.generation_config.eos_token_id, "trained answers end with it"
     rows = [row[mask.bool()].tolist() for row, mask in zip(seen[0]["input_ids"], seen[0]["attention_mask"])]
     assert sorted(rows) == sorted(trained) and [answer.prompt_tokens for answer in answers] == list(map(len, trained))

@@ -88,11 +88,11 @@ def ask(question, answer, **more):
 
 
 def encode(encoder, messages, tools=None, **more):
-    """(ids, mask) of a conversation that is one sample, or the ValueError that refuses it."""
+    """(ids, mask) of a conversation that is one sample, or the UserError that refuses it."""
     try:
         sample, = encoder.encode({"messages": messages, "tools": tools, **more})
         return sample
-    except ValueError as error:
+    except chat.UserError as error:
         return error
 
 
