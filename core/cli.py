@@ -15,7 +15,6 @@ import signal
 import sys
 import time
 import traceback
-from functools import partial
 from pathlib import Path
 
 TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
@@ -127,6 +126,15 @@ def remove_secrets(value):
 
 # ---- Parsing
 
+# Limits of a number: words for a message, and the test
+ZERO_OR_MORE = "be 0 or more", lambda v: v >= 0
+COUNT = "be at least 1", lambda v: v >= 1
+ABOVE_0 = "be above 0", lambda v: v > 0
+BELOW_1 = "be at least 0 and below 1", lambda v: 0 <= v < 1
+SHARE = "lie between 0 and 1", lambda v: 0 <= v <= 1
+PROBABILITY = "be above 0 and at most 1", lambda v: 0 < v <= 1
+SEED = "be below 2**62, and 0 or more", lambda v: 0 <= v < 2**62
+
 
 class Parser(argparse.ArgumentParser):
     """ArgumentParser without abbreviations, whose meaning would change with each new flag."""
@@ -135,27 +143,42 @@ class Parser(argparse.ArgumentParser):
         usage = "%(prog)s [--flag value ...]"
         super().__init__(description=description, usage=usage, allow_abbrev=False, **options)
 
-    def flag(self, name, default, help, **options):
-        """add_argument() with the type of the default, and the default in the help."""
-        if default and "action" not in options and "default:" not in help:
-            help += " (default: %(default)s)" * (help != argparse.SUPPRESS)
-        if isinstance(default, (int, float)) and "action" not in options:
-            options = {"type": type(default), **options}
+    def flag(self, name, default, help, limits=ZERO_OR_MORE, **options):
+        """add_argument() with the type of the default, and the default in the help. A number must
+        be finite and within `limits`."""
+        words, is_good = limits
+        kind = options.get("type", type(default))
+
+        def number(text):
+            value = kind(text)
+            require(abs(value) < math.inf and is_good(value), f"{name} is {value}; it must {words}")
+            return value
+
+        if kind in (int, float):
+            number.__name__ = kind.__name__     # in argparse's messages
+            options["type"] = number
+        if default and "default:" not in help and help != argparse.SUPPRESS:
+            help += " (default: %(default)s)"
         self.add_argument(name, default=default, help=help, **options)
 
-    def switch(self, name, help):
-        """Add a flag that is off by default. Its forms are --bf16, --bf16 true and --bf16 false."""
+    def switch(self, name, help, default=False):
+        """Add a flag of the forms --bf16, --bf16 true, --bf16 false; if it is on by default, also
+        --no-bf16."""
         self.add_argument(name, nargs="?", type=alias(**BOOLEAN), choices=(True, False), const=True,
-                          default=False, metavar="true|false", help=help)
+                          default=default, metavar="true|false", help=help)
+        if default:
+            self.add_argument(f"--no-{name[2:]}", dest=name[2:], action="store_false",
+                              help=argparse.SUPPRESS)
 
     def error(self, message):
         raise UserError(message.removeprefix("argument "))
 
 
 class Args(argparse.Namespace):
-    """Parsed flags. Two attributes are not in vars(): `given`, the flags as parsed, before checks
-    derive values; and `named`, the set of flags that the command line or --config names."""
-    __slots__ = ("given", "named")
+    """Parsed flags. Not in vars() are `given`, the flags as parsed, before checks derive values;
+    `named`, the set of flags that the command line or --config names; and `ranks`, the number of
+    ranks: N of --dry_run N, or torchrun's."""
+    __slots__ = ("given", "named", "ranks")
 
 
 def parse(parser, check=None, argv=None):
@@ -185,8 +208,9 @@ def parse(parser, check=None, argv=None):
         args = parser.parse_args(words, Args())
         args.given, status = remove_secrets(vars(args)), 1
         args.named = {known[name].dest for word in words if (name := word.split("=")[0]) in known}
+        args.ranks = getattr(args, "dry_run", None) or int(os.environ.get("WORLD_SIZE", "1"))
         if check:
-            check(args, count_ranks(args))
+            check(args, args.ranks)
     except UserError as error:
         if os.environ.get("RANK", "0") == "0":
             print_error(f"error: {error}")
@@ -230,8 +254,6 @@ def read_config(parser, words):
         require(not isinstance(value, dict), f"{where} takes a value or a list")
         if isinstance(value, list):
             file_words += [flag, *map(str, value)]
-        elif isinstance(flags[flag], argparse.BooleanOptionalAction):
-            file_words.append(f"--no-{name}" if value.lower() in FALSE else flag)
         elif value not in ("~", "null"):
             file_words.append(f"{flag}={value}")    # one word, as it may begin with a dash
     return file_words
@@ -254,8 +276,9 @@ def alias(**names):
     return lambda text: names.get(text.lower(), text)
 
 
-def trainer_flags(p):
-    """Add the flags of every trainer with train_v2_ddp.py's defaults, which others may replace."""
+def trainer_flags(p, checks):
+    """Add the flags of every trainer with train_v2_ddp.py's defaults, which others may replace.
+    checks: the names of what may be wrong with a sample."""
     flag, switch = p.flag, p.switch
     for name, values in WITHOUT_EFFECT.items():
         p.add_argument(name, nargs="?", type=str.lower, choices=values, default=argparse.SUPPRESS,
@@ -264,24 +287,28 @@ def trainer_flags(p):
     flag("--config", None, "YAML file of flags, such as OUTPUT_DIR/run.yaml", metavar="FILE")
     flag("--dry_run", None, "check all, print the plan for N GPUs (default: as launched) and stop",
          nargs="?", type=int, const=0, metavar="N")
+    # data
+    flag("--drop_bad", None, "leave out bad samples, listed in OUTPUT_DIR/problems.jsonl: all, or "
+         f"of these checks: {', '.join(checks)}", nargs="*", metavar="CHECK")
+    switch("--drop_too_long", argparse.SUPPRESS)        # --drop_bad too_long
     # adapters
     switch("--use_lora", "train adapters on a frozen base instead of all weights")
-    flag("--lora_rank", 16, "adapter rank")
-    flag("--lora_alpha", 32, "updates are multiplied by alpha / rank")
-    flag("--lora_dropout", 0.0, "dropout on adapter inputs, 0 to 1")
+    flag("--lora_rank", 16, "adapter rank", COUNT)
+    flag("--lora_alpha", 32, "updates are multiplied by alpha / rank", COUNT)
+    flag("--lora_dropout", 0.0, "dropout on adapter inputs, 0 to 1", BELOW_1)
     switch("--use_rslora", "PEFT's rsLoRA: multiply updates by alpha / sqrt(rank) instead")
     switch("--use_dora", "PEFT's DoRA: train the magnitude of each weight row separately; slower")
     # optimization
     flag("--lr_scheduler", "cosine", "after warm-up", choices=("cosine", "linear", "constant"),
          type=alias(constant_with_warmup="constant"))
     flag("--weight_decay", 0.01, "AdamW decay of matrices, not embeddings")
-    flag("--adam_beta2", 0.999, "AdamW decay of the variance")
+    flag("--adam_beta2", 0.999, "AdamW decay of the variance", BELOW_1)
     flag("--max_grad_norm", 1.0, "clip the global gradient norm, 0 = off")
-    flag("--max_bad_steps", 5, "stop after this many non-finite steps in a row")
-    flag("--seed", 42, "seed of weights, data order, hold-out, noise and dropout")
+    flag("--max_bad_steps", 5, "stop after this many non-finite steps in a row", COUNT)
+    flag("--seed", 42, "seed of weights, data order, hold-out, noise and dropout", SEED)
     # speed and memory
     switch("--auto", "choose batches, --gradient_checkpointing and --parallel to fit memory")
-    flag("--gpu_memory", None, "GiB per GPU for the plan (default: this GPU's, or 80)", type=float)
+    flag("--gpu_memory", None, "GiB per GPU (default: this GPU's, or 80)", ABOVE_0, type=float)
     flag("--parallel", "ddp", "one replica per GPU, or shards over all GPUs, a node, or N GPUs "
          "(default: ddp; chats on several GPUs: fsdp)", metavar="ddp|fsdp|hsdp|hsdp:N")
     switch("--bf16", "bfloat16 compute; a frozen base is stored in bfloat16")
@@ -290,12 +317,13 @@ def trainer_flags(p):
          nargs="?", const="all", choices=("all", None), metavar="true|false",
          type=alias(**dict.fromkeys(TRUE, "all"), **dict.fromkeys(FALSE)))
     flag("--num_workers", 2, "loader processes per rank, 0 = in the trainer")
-    flag("--collective_timeout", 600, "seconds until a hanging rank is named and the run aborts")
-    flag("--wait_timeout", 21600, argparse.SUPPRESS)    # in data preparation, validation and saves
+    flag("--collective_timeout", 600, "seconds until a hanging rank is named and all end", COUNT)
+    # in data preparation, validation and saves
+    flag("--wait_timeout", 21600, argparse.SUPPRESS, COUNT)
     # logging and checkpoints
     flag("--output_dir", "./output", "folder for all output; shared by all nodes")
     flag("--logging_dir", "./logs", "parent folder of TensorBoard files")
-    flag("--logging_steps", 10, "optimizer steps between log lines")
+    flag("--logging_steps", 10, "optimizer steps between log lines", COUNT)
     flag("--save_total_limit", 3, "newest checkpoints to keep besides the best, 0 = all")
     flag("--report_to", ["tensorboard"], "tensorboard, wandb, none (default: tensorboard)",
          nargs="+", metavar="NAME", choices=("tensorboard", "wandb", "none"))
@@ -309,15 +337,15 @@ def packing_flags(p):
     flag, switch = p.flag, p.switch
     flag("--base_dtype", None, "lora: nf4 keeps the base in four bits", choices=("nf4",))
     flag("--preprocess_num_proc", min(8, CPUS), "processes per node that prepare data")
-    flag("--per_device_train_batch_size", 4, "samples per micro-step and rank")
+    flag("--per_device_train_batch_size", 4, "samples per micro-step and rank", COUNT)
     flag("--max_tokens_per_batch", 0, "pack whole samples up to this many tokens instead; 0 = off")
-    flag("--per_device_eval_batch_size", 1, "samples per validation batch")
-    flag("--num_train_epochs", 3, "passes over the training samples")
+    flag("--per_device_eval_batch_size", 1, "samples per validation batch", COUNT)
+    flag("--num_train_epochs", 3, "passes over the training samples", COUNT)
     flag("--max_steps", 0, "stop after this many optimizer steps, 0 = use --num_train_epochs")
     flag("--eval_steps", None, "steps between validations, 0 = at the end (default: 1/5)", type=int)
     flag("--save_steps", None, "steps between saves, 0 = at the end (default: 1/10)", type=int)
-    flag("--reshard_after_forward", True, "fsdp: free gathered weights until backward; "
-         "--no-reshard_after_forward is faster", action=argparse.BooleanOptionalAction)
+    switch("--reshard_after_forward", "fsdp: free gathered weights until backward; "
+           "--no-reshard_after_forward is faster", default=True)
     switch("--cpu_offload", "fsdp, hsdp: keep shards and optimizer in host memory (slow)")
     switch("--fp16", "float16 compute with a scaled loss, for GPUs without bfloat16")
     switch("--float8", "lora, compiled: multiply by frozen weights in float8")
@@ -332,40 +360,15 @@ def cpus_per_rank():
     return max(1, CPUS // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
-def count_ranks(args):
-    """Number of ranks: N of --dry_run N, or torchrun's."""
-    return getattr(args, "dry_run", None) or int(os.environ.get("WORLD_SIZE", "1"))
-
-
 # ---- Checks; all raise UserError
 
 
-def check_values(args, names, good, words):
-    """Each flag in `names`, a string, that is set must be finite and good(value), in `words`."""
-    for name in names.split():
-        value = getattr(args, name, None)
-        require(value is None or abs(value) < math.inf and good(value),
-                f"--{name} is {value}; it must {words}")
-
-
-at_least_one = partial(check_values, good=lambda v: v >= 1, words="be at least 1")
-zero_or_more = partial(check_values, good=lambda v: v >= 0, words="be 0 or more")
-above_zero = partial(check_values, good=lambda v: v > 0, words="be above 0")
-below_one = partial(check_values, good=lambda v: 0 <= v < 1, words="be at least 0 and below 1")
-share = partial(check_values, good=lambda v: 0 <= v <= 1, words="lie between 0 and 1")
-
-
-def check_trainer(args, world_size, parser):
-    """Check values and combinations of the flags of trainer_flags and packing_flags."""
-    at_least_one(args, "per_device_train_batch_size per_device_eval_batch_size num_train_epochs "
-                 "logging_steps max_bad_steps collective_timeout wait_timeout lora_rank lora_alpha "
-                 "gradient_accumulation_steps")
-    below_one(args, "lora_dropout dropout validation_split adam_beta2")
-    share(args, "min_lr_ratio warmup_ratio")
-    above_zero(args, "gpu_memory")
-    zero_or_more(args, " ".join(name for name, value in vars(args).items()
-                                if isinstance(value, (int, float))))
-    check_values(args, "seed", lambda seed: seed < 2**62, "be below 2**62")
+def check_trainer(args, world_size, parser, checks):
+    """Check combinations of the flags of trainer_flags; --drop_bad becomes a tuple of `checks`."""
+    names = {name for value in args.drop_bad or () for name in value.split(",") if name}
+    require(names <= {*checks}, f"--drop_bad: there are the checks {', '.join(checks)}")
+    names |= {"too_long"} if args.drop_too_long else set()
+    args.drop_bad = tuple(name for name in checks if name in names or args.drop_bad == [])
     args.report_to = [name for name in args.report_to if name != "none"]
     for name in args.report_to:
         require_package(name, f"--report_to {name}")
@@ -392,8 +395,11 @@ def check_trainer(args, world_size, parser):
             "--no-reshard_after_forward and --cpu_offload need --parallel fsdp or hsdp")
 
 
-def check_precision(args):
-    """Check the flags that --float8, --fp16 and --base_dtype need or exclude."""
+def check_packing(args, world_size, parser, checks, usual=0):
+    """Check combinations of the flags of trainer_flags and packing_flags. Unless it is given,
+    derive --gradient_accumulation_steps from --global_batch_size or `usual` samples per step; for
+    packs of tokens only the plan of --auto can do so."""
+    check_trainer(args, world_size, parser, checks)
     ddp, lora = args.parallel == "ddp", args.use_lora and not args.use_dora
     require(not args.float8 or args.compile and lora and args.bf16 and ddp,
             "--float8 needs --compile, --use_lora, --bf16 and --parallel ddp, and no --use_dora")
@@ -405,11 +411,6 @@ def check_precision(args):
                 "--parallel ddp, and no --use_dora, --float8 or --compile")
         require_package("bitsandbytes", "--base_dtype nf4")
         args.compile = False
-
-
-def set_accumulation(args, world_size, parser, usual=0):
-    """Derive --gradient_accumulation_steps, unless it is given, from --global_batch_size or `usual`
-    samples per step. For packs of tokens only the plan of --auto can do so."""
     # a pack is limited by tokens, not by samples; --auto prefers that
     packs_tokens = args.max_tokens_per_batch > 0 or (
         args.auto and "per_device_train_batch_size" not in args.named)
@@ -431,15 +432,6 @@ def set_accumulation(args, world_size, parser, usual=0):
         args.gradient_accumulation_steps = max(1, samples // per_micro_step)
     elif args.auto:
         args.global_batch_size = samples
-
-
-def check_drop_bad(args, checks):
-    """Turn args.drop_bad into the tuple of checks whose samples are dropped."""
-    names = {name for value in args.drop_bad or () for name in value.split(",") if name}
-    require(names <= {*checks}, f"--drop_bad: there are the checks {', '.join(checks)}")
-    if args.drop_too_long:
-        names.add("too_long")
-    args.drop_bad = tuple(name for name in checks if name in names or args.drop_bad == [])
 
 
 def set_intervals(args, total_steps, before, validates, **own):

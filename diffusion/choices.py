@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass, fields
 
 from core import cli
-from core.cli import at_least_one, require, zero_or_more
+from core.cli import require
 
 # regions of a document; gsm8k's answer is PLAN; FILL follows an end token
 QUESTION, PLAN, EXECUTION, FILL = 0, 1, 2, 3
@@ -62,8 +62,7 @@ class Layout:
 
     def check(self):
         """Raise UserError if blocks do not fit evenly, or a setting would have no effect."""
-        at_least_one(self, "block_size question_budget plan_budget execution_budget max_length")
-        zero_or_more(self, "plan_block_size execution_block_size")
+        require(all(size > 0 for size in self.block_sizes), "a block has at least 1 token")
         hdp = self.system == "hdp"
         require(hdp or not (self.plan_block_size or self.execution_block_size),
                 "--plan_block_size and --execution_block_size need --system hdp")
@@ -126,10 +125,7 @@ def check_flags(args, world_size, parser):
             lora = flag == "learning_rate" and args.use_lora
             setattr(args, flag, value * 10 if lora else value)
     args.global_batch_size = total or args.problems_per_batch * args.gradient_accumulation_steps
-    cli.check_trainer(args, world_size, parser)
-    cli.at_least_one(args, "problems_per_batch max_steps eval_repeats demo")
-    cli.below_one(args, "ema_decay")
-    cli.check_drop_bad(args, CHECKS)
+    cli.check_trainer(args, world_size, parser, CHECKS)
     chat, hdp, demo = args.system == "chat", args.system == "hdp", args.demo is not None
     validated = args.eval_data_file or demo or args.validation_split
     for bad, message in (

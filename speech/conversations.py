@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
-from core import cli
-from core.cli import one_line, require
+from core.cli import SHARE, one_line, require
 from core.json_files import HALF_CHARACTER
 
 DEFAULT_SYSTEM = "Generate audio following instruction."
@@ -130,7 +129,7 @@ def data_flags(p):
          "does (default: on for Higgs-Audio V2, off for Higgs TTS 3)", choices=("on", "off"))
     flag("--reference", "given", "clip before the text, to clone; not for ChatML",
          choices=("given", "same_speaker", "none"))
-    flag("--reference_share", 1.0, "share of samples that keep their reference, drawn by --seed")
+    flag("--reference_share", 1.0, "share that keeps its reference, drawn by --seed", SHARE)
 
 
 def check_data(args):
@@ -144,7 +143,6 @@ def check_data(args):
     if args.columns:
         from speech import convert
         convert.check_columns(args.columns)
-    cli.share(args, "reference_share")
     require(args.reference != "none" or args.reference_share == 1,
             "--reference none: drop --reference_share")
     for path, weight, _ in source_paths(args):

@@ -47,7 +47,6 @@ def check_flags(args, world_size):
     judge = args.speaker_model if args.by == "sim" else args.asr_model or args.asr_command
     require(args.by == "loss" or args.prompts and judge, f"--by {args.by} needs --prompts and "
             f"{'--speaker_model' if args.by == 'sim' else '--asr_model or --asr_command'}")
-    cli.zero_or_more(args, "patience seed")
     require(args.follow or not args.patience, "--patience needs --follow")
 
 

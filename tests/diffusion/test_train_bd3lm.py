@@ -217,10 +217,9 @@ BAD = {
 
 @pytest.mark.parametrize("flags", BAD)
 def test_bad_flags_are_refused_by_name(demo, flags):
-    args = train_bd3lm.build_parser().parse_args([*arguments(demo, "out", *flags.split()),
-                                                  *(["--train_data_file", "x"] if "--demo" in flags else [])])
+    words = [*arguments(demo, "out", *flags.split()), *(["--train_data_file", "x"] if "--demo" in flags else [])]
     with pytest.raises(UserError, match=re.escape(BAD[flags])):
-        train_bd3lm.check_flags(args, 1)
+        train_bd3lm.check_flags(train_bd3lm.build_parser().parse_args(words), 1)
 
 
 @pytest.mark.parametrize("flags,expected", [
