@@ -12,12 +12,11 @@ average over text targets. So 1 rank, N ranks, DDP and FSDP2 give the same updat
 On SIGTERM, SIGUSR1 or a file OUTPUT_DIR/stop the run finishes the step, saves a checkpoint, writes
 OUTPUT_DIR/requeue for the launcher and exits with status 0. Rerun the same command to resume.
 """
-import argparse
 import os
 import sys
 
 from core import cli
-from core.cli import ABOVE_0, BELOW_1, COUNT, require
+from core.cli import ABOVE_0, BELOW_1, COUNT, SUPPRESS, require
 from speech.conversations import CHECKS, SETTINGS, check_data, data_flags, source_paths
 
 # ---- Flags: name, default, help
@@ -35,9 +34,8 @@ switch("--freeze_llm", "train only the audio embedding and head, without adapter
 # data
 data_flags(p)
 flag("--validation_split", None, "share held out (default: 0.5 to 5 %%)", BELOW_1, type=float)
-switch("--disable_eval", argparse.SUPPRESS)         # --validation_split 0
+switch("--disable_eval", SUPPRESS)         # --validation_split 0
 flag("--code_cache", None, "folder of encoded audio, shared by runs (default: OUTPUT_DIR/codes)")
-flag("--max_length", 0, "most tokens per sample, 0 = the model's maximum positions")
 # batch and optimization
 flag("--gradient_accumulation_steps", 1, "micro-steps per optimizer step", COUNT)
 flag("--global_batch_size", 0, "samples per step; derives the accumulation")
@@ -47,14 +45,14 @@ flag("--warmup_steps", None, "linear warm-up (default: 5 %% of the run, at most 
 flag("--text_loss_weight", 1.0, "weight of the text loss, 0 = audio only")
 flag("--keep", None, "texts that the base speaks once; a KL loss keeps the adapter close to them")
 flag("--keep_weight", 1.0, "weight of --keep, added once in --keep_every 10 steps", ABOVE_0)
-flag("--keep_every", 10, argparse.SUPPRESS, COUNT)
+flag("--keep_every", 10, SUPPRESS, COUNT)
 flag("--sample_prompts", None, "texts, or ChatML, spoken at every validation", metavar="FILE")
 flag("--sample_seconds", 10.0, "most seconds of speech per prompt", ABOVE_0)
 # flags of prepare_tts.py, and older names
 for action in p._actions:
     if action.dest in ("columns", "task_type", "reference", "reference_share", "train_data_dir",
                        "eval_data_dir"):
-        action.help = argparse.SUPPRESS
+        action.help = SUPPRESS
 
 
 def check_flags(args, world_size):

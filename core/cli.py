@@ -15,12 +15,12 @@ import signal
 import sys
 import time
 import traceback
+from argparse import SUPPRESS
 from pathlib import Path
 
 TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 BOOLEAN = dict.fromkeys(TRUE, True) | dict.fromkeys(FALSE, False)
 CONFIG = "run.yaml"     # in OUTPUT_DIR: the flags that repeat a run
-SHOWN = 20              # problems in an error
 CPUS = len(os.sched_getaffinity(0))     # cores of this job, which may be a share of the node
 
 # {name of a flag in Hugging Face's scripts, ms-swift or earlier trainers: ours}; not in --help
@@ -101,12 +101,11 @@ def plural(number, noun):
     return f"{number} {noun if number == 1 else noun + 's'}"
 
 
-def problem_text(lines, total=None):
-    """One message with the first SHOWN lines and the number of problems, `total` or all lines."""
-    total = total or len(lines)
-    more = [f"... and {total - SHOWN} more"] if total > SHOWN else []
-    shown = [f"{total} problems:", *map(str, lines[:SHOWN]), *more]
-    return str(lines[0]) if total == 1 else "\n  ".join(shown)
+def problem_text(problems):
+    """One message with the first 20 problems and the number of all."""
+    more = [f"... and {len(problems) - 20} more"] if len(problems) > 20 else []
+    lines = [f"{len(problems)} problems:", *map(str, problems[:20]), *more]
+    return str(problems[0]) if len(problems) == 1 else "\n  ".join(lines)
 
 
 def require_package(name, purpose, install=None):
@@ -157,18 +156,19 @@ class Parser(argparse.ArgumentParser):
         if kind in (int, float):
             number.__name__ = kind.__name__     # in argparse's messages
             options["type"] = number
-        if default and "default:" not in help and help != argparse.SUPPRESS:
+        if default and "default:" not in help and help != SUPPRESS:
             help += " (default: %(default)s)"
         self.add_argument(name, default=default, help=help, **options)
 
-    def switch(self, name, help, default=False):
+    def switch(self, name, help, default=False, on=True):
         """Add a flag of the forms --bf16, --bf16 true, --bf16 false; if it is on by default, also
-        --no-bf16."""
-        self.add_argument(name, nargs="?", type=alias(**BOOLEAN), choices=(True, False), const=True,
-                          default=default, metavar="true|false", help=help)
-        if default:
+        --no-bf16. on: its value for true."""
+        values = dict.fromkeys(TRUE, on) | dict.fromkeys(FALSE, False)
+        self.add_argument(name, nargs="?", type=alias(**values), choices=(on, False, default),
+                          const=on, default=default, metavar="true|false", help=help)
+        if default is True:
             self.add_argument(f"--no-{name[2:]}", dest=name[2:], action="store_false",
-                              help=argparse.SUPPRESS)
+                              help=SUPPRESS)
 
     def error(self, message):
         raise UserError(message.removeprefix("argument "))
@@ -199,9 +199,8 @@ def parse(parser, check=None, argv=None):
     if allocator in os.environ:     # common launch lines write =, but torch wants a colon
         os.environ[allocator] = os.environ[allocator].replace("=", ":")
     known = parser._option_string_actions
-    for old, new in OLD_NAMES.items():
-        if new in known:
-            known.setdefault(old, known[new])
+    old_names = {old: known[new] for old, new in OLD_NAMES.items() if new in known}
+    known.update(old_names | known)
     try:
         # later words count, so flags of the command line override the file's
         words = read_config(parser, words) + words
@@ -281,8 +280,8 @@ def trainer_flags(p, checks):
     checks: the names of what may be wrong with a sample."""
     flag, switch = p.flag, p.switch
     for name, values in WITHOUT_EFFECT.items():
-        p.add_argument(name, nargs="?", type=str.lower, choices=values, default=argparse.SUPPRESS,
-                       help=argparse.SUPPRESS)
+        p.add_argument(name, nargs="?", type=str.lower, choices=values, default=SUPPRESS,
+                       help=SUPPRESS)
     # before the run
     flag("--config", None, "YAML file of flags, such as OUTPUT_DIR/run.yaml", metavar="FILE")
     flag("--dry_run", None, "check all, print the plan for N GPUs (default: as launched) and stop",
@@ -290,7 +289,7 @@ def trainer_flags(p, checks):
     # data
     flag("--drop_bad", None, "leave out bad samples, listed in OUTPUT_DIR/problems.jsonl: all, or "
          f"of these checks: {', '.join(checks)}", nargs="*", metavar="CHECK")
-    switch("--drop_too_long", argparse.SUPPRESS)        # --drop_bad too_long
+    switch("--drop_too_long", SUPPRESS)        # --drop_bad too_long
     # adapters
     switch("--use_lora", "train adapters on a frozen base instead of all weights")
     flag("--lora_rank", 16, "adapter rank", COUNT)
@@ -313,17 +312,16 @@ def trainer_flags(p, checks):
          "(default: ddp; chats on several GPUs: fsdp)", metavar="ddp|fsdp|hsdp|hsdp:N")
     switch("--bf16", "bfloat16 compute; a frozen base is stored in bfloat16")
     switch("--tf32", "TF32 for float32 matrix products on CUDA")
-    flag("--gradient_checkpointing", None, "recompute all layers in backward: less memory",
-         nargs="?", const="all", choices=("all", None), metavar="true|false",
-         type=alias(**dict.fromkeys(TRUE, "all"), **dict.fromkeys(FALSE)))
+    switch("--gradient_checkpointing", "recompute all layers in backward: less memory", on="all")
     flag("--num_workers", 2, "loader processes per rank, 0 = in the trainer")
     flag("--collective_timeout", 600, "seconds until a hanging rank is named and all end", COUNT)
     # in data preparation, validation and saves
-    flag("--wait_timeout", 21600, argparse.SUPPRESS, COUNT)
+    flag("--wait_timeout", 21600, SUPPRESS, COUNT)
     # logging and checkpoints
     flag("--output_dir", "./output", "folder for all output; shared by all nodes")
     flag("--logging_dir", "./logs", "parent folder of TensorBoard files")
     flag("--logging_steps", 10, "optimizer steps between log lines", COUNT)
+    flag("--per_device_eval_batch_size", 1, "samples per validation batch", COUNT)
     flag("--save_total_limit", 3, "newest checkpoints to keep besides the best, 0 = all")
     flag("--report_to", ["tensorboard"], "tensorboard, wandb, none (default: tensorboard)",
          nargs="+", metavar="NAME", choices=("tensorboard", "wandb", "none"))
@@ -339,7 +337,7 @@ def packing_flags(p):
     flag("--preprocess_num_proc", min(8, CPUS), "processes per node that prepare data")
     flag("--per_device_train_batch_size", 4, "samples per micro-step and rank", COUNT)
     flag("--max_tokens_per_batch", 0, "pack whole samples up to this many tokens instead; 0 = off")
-    flag("--per_device_eval_batch_size", 1, "samples per validation batch", COUNT)
+    flag("--max_length", 0, "most tokens of a sample, 0 = the model's maximum positions")
     flag("--num_train_epochs", 3, "passes over the training samples", COUNT)
     flag("--max_steps", 0, "stop after this many optimizer steps, 0 = use --num_train_epochs")
     flag("--eval_steps", None, "steps between validations, 0 = at the end (default: 1/5)", type=int)
@@ -350,9 +348,7 @@ def packing_flags(p):
     switch("--fp16", "float16 compute with a scaled loss, for GPUs without bfloat16")
     switch("--float8", "lora, compiled: multiply by frozen weights in float8")
     # dist.choose_compile turns auto into True or False
-    flag("--compile", "auto", "torch.compile each layer; auto: on GPUs, where it can",
-         type=alias(**BOOLEAN), choices=("auto", True, False), nargs="?", const=True,
-         metavar="auto|true|false")
+    switch("--compile", "torch.compile each layer; auto: on GPUs, where it can", default="auto")
 
 
 def cpus_per_rank():
@@ -372,10 +368,9 @@ def check_trainer(args, world_size, parser, checks):
     args.report_to = [name for name in args.report_to if name != "none"]
     for name in args.report_to:
         require_package(name, f"--report_to {name}")
-    for name in ("lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules", "use_rslora",
-                 "use_dora"):
-        usual = getattr(args, name, None) == parser.get_default(name)
-        require(usual or args.use_lora, f"--{name} needs --use_lora")
+    for name, value in vars(args).items():
+        if re.match("lora_|use_rslora|use_dora", name) and not args.use_lora:
+            require(value == parser.get_default(name), f"--{name} needs --use_lora")
     most = max(cpus_per_rank(), parser.get_default("num_workers"))
     if args.num_workers > most and args.dry_run is None:
         notice(f"--num_workers {args.num_workers}: {most} a rank, of {CPUS} CPUs")
@@ -390,9 +385,6 @@ def check_trainer(args, world_size, parser, checks):
     args.shard_size = int(size or usual_size) if args.parallel == "hsdp" else 0
     require(not args.shard_size or world_size % args.shard_size == 0, f"--parallel hsdp: "
             f"{plural(world_size, 'rank')} cannot be cut into groups of {args.shard_size}")
-    require(args.parallel != "ddp" or getattr(args, "reshard_after_forward", True)
-            and not getattr(args, "cpu_offload", False),
-            "--no-reshard_after_forward and --cpu_offload need --parallel fsdp or hsdp")
 
 
 def check_packing(args, world_size, parser, checks, usual=0):
@@ -401,6 +393,8 @@ def check_packing(args, world_size, parser, checks, usual=0):
     packs of tokens only the plan of --auto can do so."""
     check_trainer(args, world_size, parser, checks)
     ddp, lora = args.parallel == "ddp", args.use_lora and not args.use_dora
+    require(not ddp or args.reshard_after_forward and not args.cpu_offload,
+            "--no-reshard_after_forward and --cpu_offload need --parallel fsdp or hsdp")
     require(not args.float8 or args.compile and lora and args.bf16 and ddp,
             "--float8 needs --compile, --use_lora, --bf16 and --parallel ddp, and no --use_dora")
     require(not (args.fp16 and args.bf16), "give --bf16 or --fp16, not both")

@@ -28,7 +28,7 @@ p = cli.Parser("Train block diffusion on questions and answers, or on chats.")
 flag, switch = p.flag, p.switch
 cli.trainer_flags(p, choices.CHECKS)   # of every trainer: --config, --use_lora, --seed, ...
 p.set_defaults(lora_rank=32, lr_scheduler="constant", weight_decay=0.0, logging_steps=50,
-               num_workers=min(16, cli.cpus_per_rank()))
+               num_workers=min(16, cli.cpus_per_rank()), per_device_eval_batch_size=32)
 # data
 flag("--system", "gsm8k", "gsm8k: question, answer; chat: the answers of chats; hdp: question, "
      "plan, execution", choices=("gsm8k", "chat", "hdp"))
@@ -70,7 +70,6 @@ flag("--problems_per_batch", None, "problems per micro-step (default: preset's)"
 flag("--gradient_accumulation_steps", None, "micro-steps (default: preset's)", COUNT, type=int)
 flag("--per_device_train_batch_size", None, "rows, not --problems_per_batch", COUNT, type=int)
 flag("--global_batch_size", 0, "problems per step on all ranks; sets the unset one of these two")
-flag("--per_device_eval_batch_size", 32, "rows per validation batch", COUNT)
 flag("--max_steps", None, "optimizer steps (default: preset's)", COUNT, type=int)
 # optimization
 flag("--learning_rate", None, "peak (default: preset's; 10 times that with --use_lora)", type=float)

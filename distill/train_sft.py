@@ -12,13 +12,12 @@ On SIGTERM, SIGUSR1 or a file OUTPUT_DIR/stop the run finishes the step, saves a
 OUTPUT_DIR/requeue for the launcher and exits with status 0. Rerun the same command to resume.
 """
 import sys
-from argparse import SUPPRESS
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # the folder of core/
 
 from core import cli
-from core.cli import ABOVE_0, BELOW_1, COUNT, PROBABILITY, SHARE, require
+from core.cli import ABOVE_0, BELOW_1, COUNT, PROBABILITY, SHARE, SUPPRESS, require
 
 LORA_RATE, FULL_RATE = 2e-4, 2e-5       # LoRA takes about ten times the rate (tinker-cookbook)
 GLOBAL_BATCH = 128      # samples an optimizer step, unless flags say otherwise
@@ -43,7 +42,6 @@ flag("--group_size", 1, 'number of neighbours by "id" or line held out together'
 flag("--chat_template", None, "Jinja file to use and save instead of the model's template")
 flag("--enable_thinking", "template", "template setting", choices=("template", "true", "false"))
 flag("--train_turns", "all", "answers to train, rendered at their turns", choices=("all", "last"))
-flag("--max_length", 0, "most tokens per sample, including the teacher's; 0 = model's positions")
 # distillation
 known = len(p._actions)
 flag("--teacher_path", None, "model that scores the answers (default with a prompt: the base)")

@@ -25,7 +25,6 @@ from core.cli import UserError, problem_text, require
 from speech import judges
 
 p = cli.Parser(__doc__.partition("\n")[0])
-p.usage = "%(prog)s FOLDER [FOLDER ...] [--flag value ...]"
 p.add_argument("folders", nargs="+", metavar="FOLDER", help="folder of generate_tts.py")
 judges.judge_flags(p)
 p.switch("--mos", "estimate naturalness by DNSMOS, of the package speechmos")

@@ -20,7 +20,6 @@ from core import cli
 
 
 p = cli.Parser(__doc__.partition("\n")[0])
-p.usage = "%(prog)s OUT_DIR [--flag value ...]"
 p.add_argument("out_dir", metavar="OUT_DIR", type=Path, help="folder for the files")
 p.flag("--clips", 48, "number of wav files, and of samples in train.json")
 p.flag("--speakers", 4, "number of voices; they take turns", cli.COUNT)

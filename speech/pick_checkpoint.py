@@ -28,7 +28,6 @@ MEASURES = {"wer": ("wer", "word errors", "{:.1%}", 1),
             "loss": ("eval/loss", "validation loss", "{:.4f}", 1)}
 
 p = cli.Parser(__doc__.partition("\n")[0])
-p.usage = "%(prog)s OUT [--flag value ...]"
 p.add_argument("output_dir", metavar="OUT", help="--output_dir of a run of train_v2_ddp.py")
 p.flag("--prompts", None, "file of prompts, as generate_tts.py takes it")
 p.flag("--by", "wer", "deciding metric; of equal checkpoints the earlier wins", choices=MEASURES)

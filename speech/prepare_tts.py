@@ -20,7 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))     # the folder of core/
 
 from core import cli
-from core.cli import ABOVE_0, COUNT, CPUS, UserError, require
+from core.cli import COUNT, CPUS, UserError, require
 from speech.conversations import CHECKS, LONGEST_CLIP_S, check_data, data_flags
 
 SOUND_ERRORS = ("too_short", "silence")     # besides those of CHECKS
@@ -39,8 +39,8 @@ data_flags(p)
 flag("--seed", 42, "seed for choosing references and the samples that have one")
 # checks
 flag("--min_clip_seconds", 0.32, "a shorter clip is an error, too_short")
-flag("--max_clip_seconds", 60.0, f"a longer clip is an error, too_long (at most {LONGEST_CLIP_S})",
-     ABOVE_0)
+flag("--max_clip_seconds", 60.0, "a longer clip is an error, too_long",
+     (f"be above 0 and at most {LONGEST_CLIP_S}", lambda v: 0 < v <= LONGEST_CLIP_S))
 flag("--drop_bad", None, f"drop samples with errors ({', '.join(ERRORS)}) instead of stopping, and "
      f"those with the given warnings: {', '.join(WARNINGS)}", nargs="*", metavar="CHECK")
 # output
@@ -56,7 +56,6 @@ def check_flags(args, world_size):
     check_data(args)
     require(args.min_clip_seconds < args.max_clip_seconds,
             "--min_clip_seconds must be below --max_clip_seconds")
-    require(args.max_clip_seconds <= LONGEST_CLIP_S, f"--max_clip_seconds exceeds {LONGEST_CLIP_S}")
     names = [name for word in args.drop_bad or () for name in word.split(",") if name]
     for name in names:
         require(name in (*ERRORS, *WARNINGS), f"--drop_bad {name}: no such check; there are "
