@@ -26,7 +26,6 @@ cli.trainer_flags(p, CHECKS)    # of every trainer: --config, --use_lora, --outp
 cli.packing_flags(p)    # of speech and chats: --max_tokens_per_batch, --eval_steps, --compile, ...
 # model
 flag("--model_path", None, "folder or hub name of Higgs-Audio V2 or Higgs TTS 3", required=True)
-flag("--audio_tokenizer_path", None, "audio codec, folder or hub name")
 flag("--lora_target_modules", None, "attention, attention+audio_mlp, all-linear, or module name "
      "endings (default: attention; TTS 3: all-linear)", type=cli.alias(all="all-linear"))
 switch("--train_audio_table", "train the audio embedding of TTS 3; needs --use_lora")
@@ -35,12 +34,8 @@ switch("--freeze_llm", "train only the audio embedding and head, without adapter
 data_flags(p)
 flag("--validation_split", None, "share held out (default: 0.5 to 5 %%)", BELOW_1, type=float)
 switch("--disable_eval", SUPPRESS)         # --validation_split 0
-flag("--code_cache", None, "folder of encoded audio, shared by runs (default: OUTPUT_DIR/codes)")
 # batch and optimization
-flag("--gradient_accumulation_steps", 1, "micro-steps per optimizer step", COUNT)
-flag("--global_batch_size", 0, "samples per step; derives the accumulation")
 switch("--group_by_length", "put samples of similar length into the same micro-step")
-flag("--learning_rate", 5e-5, "peak learning rate")
 flag("--warmup_steps", None, "linear warm-up (default: 5 %% of the run, at most 100)", type=int)
 flag("--text_loss_weight", 1.0, "weight of the text loss, 0 = audio only")
 flag("--keep", None, "texts that the base speaks once; a KL loss keeps the adapter close to them")
@@ -49,10 +44,9 @@ flag("--keep_every", 10, SUPPRESS, COUNT)
 flag("--sample_prompts", None, "texts, or ChatML, spoken at every validation", metavar="FILE")
 flag("--sample_seconds", 10.0, "most seconds of speech per prompt", ABOVE_0)
 # flags of prepare_tts.py, and older names
-for action in p._actions:
-    if action.dest in ("columns", "task_type", "reference", "reference_share", "train_data_dir",
-                       "eval_data_dir"):
-        action.help = SUPPRESS
+for name in ("columns", "task_type", "reference", "reference_share", "train_data_dir",
+             "eval_data_dir"):
+    p._option_string_actions[f"--{name}"].help = SUPPRESS
 
 
 def check_flags(args, world_size):
@@ -62,10 +56,8 @@ def check_flags(args, world_size):
     for path, *_ in source_paths(args) if args.code_cache else ():
         require(not os.path.exists(os.path.join(path, "prepared.json")),
                 f"--code_cache: {path} has its codes already; drop the flag")
-    full = not args.use_lora
-    require(not (full and args.train_audio_table), "--train_audio_table needs --use_lora")
-    require(full or not args.freeze_llm, "--use_lora freezes the base: drop --freeze_llm")
-    require(not (full and args.keep), "--keep needs --use_lora")
+    require(not (args.use_lora and args.freeze_llm), "--use_lora freezes all: drop --freeze_llm")
+    require(args.use_lora or not args.keep, "--keep needs --use_lora")
     require(not (args.keep and args.train_audio_table), "--keep excludes --train_audio_table")
 
 

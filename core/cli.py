@@ -287,6 +287,7 @@ def trainer_flags(p, checks):
     flag("--dry_run", None, "check all, print the plan for N GPUs (default: as launched) and stop",
          nargs="?", type=int, const=0, metavar="N")
     # data
+    flag("--eval_data_file", None, "validation data; without it --validation_split is held out")
     flag("--drop_bad", None, "leave out bad samples, listed in OUTPUT_DIR/problems.jsonl: all, or "
          f"of these checks: {', '.join(checks)}", nargs="*", metavar="CHECK")
     switch("--drop_too_long", SUPPRESS)        # --drop_bad too_long
@@ -313,10 +314,11 @@ def trainer_flags(p, checks):
     switch("--bf16", "bfloat16 compute; a frozen base is stored in bfloat16")
     switch("--tf32", "TF32 for float32 matrix products on CUDA")
     switch("--gradient_checkpointing", "recompute all layers in backward: less memory", on="all")
+    # dist.choose_compile turns auto into True or False
+    switch("--compile", "torch.compile each layer; auto: on GPUs, where it can", default="auto")
     flag("--num_workers", 2, "loader processes per rank, 0 = in the trainer")
     flag("--collective_timeout", 600, "seconds until a hanging rank is named and all end", COUNT)
-    # in data preparation, validation and saves
-    flag("--wait_timeout", 21600, SUPPRESS, COUNT)
+    flag("--wait_timeout", 21600, SUPPRESS, COUNT)      # of data preparation, validation, saves
     # logging and checkpoints
     flag("--output_dir", "./output", "folder for all output; shared by all nodes")
     flag("--logging_dir", "./logs", "parent folder of TensorBoard files")
@@ -336,6 +338,9 @@ def packing_flags(p):
     flag("--base_dtype", None, "lora: nf4 keeps the base in four bits", choices=("nf4",))
     flag("--preprocess_num_proc", min(8, CPUS), "processes per node that prepare data")
     flag("--per_device_train_batch_size", 4, "samples per micro-step and rank", COUNT)
+    flag("--gradient_accumulation_steps", 1, "micro-steps (default: by the batch, or 1)", COUNT)
+    flag("--global_batch_size", 0, "samples per step; derives the accumulation (chats: 128)")
+    flag("--learning_rate", 5e-5, "peak (default: 5e-5; chats: 2e-5, with LoRA 2e-4)")
     flag("--max_tokens_per_batch", 0, "pack whole samples up to this many tokens instead; 0 = off")
     flag("--max_length", 0, "most tokens of a sample, 0 = the model's maximum positions")
     flag("--num_train_epochs", 3, "passes over the training samples", COUNT)
@@ -347,13 +352,6 @@ def packing_flags(p):
     switch("--cpu_offload", "fsdp, hsdp: keep shards and optimizer in host memory (slow)")
     switch("--fp16", "float16 compute with a scaled loss, for GPUs without bfloat16")
     switch("--float8", "lora, compiled: multiply by frozen weights in float8")
-    # dist.choose_compile turns auto into True or False
-    switch("--compile", "torch.compile each layer; auto: on GPUs, where it can", default="auto")
-
-
-def cpus_per_rank():
-    """Cores of this job per process of the node, at least 1."""
-    return max(1, CPUS // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 # ---- Checks; all raise UserError
@@ -369,11 +367,12 @@ def check_trainer(args, world_size, parser, checks):
     for name in args.report_to:
         require_package(name, f"--report_to {name}")
     for name, value in vars(args).items():
-        if re.match("lora_|use_rslora|use_dora", name) and not args.use_lora:
+        if re.match("lora_|use_rslora|use_dora|train_audio", name) and not args.use_lora:
             require(value == parser.get_default(name), f"--{name} needs --use_lora")
-    most = max(cpus_per_rank(), parser.get_default("num_workers"))
+    most = max(2, CPUS // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     if args.num_workers > most and args.dry_run is None:
-        notice(f"--num_workers {args.num_workers}: {most} a rank, of {CPUS} CPUs")
+        if args.num_workers != parser.get_default("num_workers"):
+            notice(f"--num_workers {args.num_workers}: {most} a rank, of {CPUS} CPUs")
         args.num_workers = most
     # --parallel; hsdp:N becomes parallel and shard_size
     if "zero3" in args.parallel:        # DeepSpeed's stage 3 shards the same tensors as FSDP2
@@ -408,13 +407,12 @@ def check_packing(args, world_size, parser, checks, usual=0):
     # a pack is limited by tokens, not by samples; --auto prefers that
     packs_tokens = args.max_tokens_per_batch > 0 or (
         args.auto and "per_device_train_batch_size" not in args.named)
-    require(not packs_tokens or not getattr(args, "group_by_length", False),
-            "--group_by_length counts samples: not with packs of tokens")
     is_set = args.gradient_accumulation_steps != parser.get_default("gradient_accumulation_steps")
     require(not (is_set and args.global_batch_size),
             "give one of --global_batch_size and --gradient_accumulation_steps")
-    require(args.auto or not (args.global_batch_size and packs_tokens),
-            "--global_batch_size counts samples: not with packs of tokens, unless --auto is given")
+    counts = args.global_batch_size and not args.auto or getattr(args, "group_by_length", False)
+    require(not (counts and packs_tokens), "--global_batch_size, without --auto, and "
+            "--group_by_length count samples: not with packs of tokens")
     if is_set:
         return
     args.gradient_accumulation_steps = 1

@@ -28,12 +28,11 @@ p = cli.Parser("Train block diffusion on questions and answers, or on chats.")
 flag, switch = p.flag, p.switch
 cli.trainer_flags(p, choices.CHECKS)   # of every trainer: --config, --use_lora, --seed, ...
 p.set_defaults(lora_rank=32, lr_scheduler="constant", weight_decay=0.0, logging_steps=50,
-               num_workers=min(16, cli.cpus_per_rank()), per_device_eval_batch_size=32)
+               num_workers=16, per_device_eval_batch_size=32, compile=False)
 # data
 flag("--system", "gsm8k", "gsm8k: question, answer; chat: the answers of chats; hdp: question, "
      "plan, execution", choices=("gsm8k", "chat", "hdp"))
 flag("--train_data_file", None, "JSONL, JSON, dataset folder (its train split) or hub name")
-flag("--eval_data_file", None, "validation data; without it --validation_split is held out")
 flag("--validation_split", 0.05, "share of problems held out, 0 = none", BELOW_1)
 flag("--tokenizer", None, "tokenizer.json, folder, or hub name (default: --init_from's, gpt2)")
 switch("--chat", "gsm8k: use the tokenizer's chat template, with its end of turn")
@@ -58,7 +57,7 @@ flag("--dropout", 0.1, "dropout on the outputs of attention and MLP, 0 to 1", BE
 flag("--t_range", None, "trained noise levels, and limits for the masked share of a block "
      "(default: all; 1 for single tokens)", type=float, nargs=2, metavar=("LOW", "HIGH"))
 flag("--clip_search_widths", (), "train on the range of one of these widths with least variance",
-     type=float, nargs="*", metavar="WIDTH")
+     ("lie between 0 and 1", lambda v: 0 < v < 1), type=float, nargs="*", metavar="WIDTH")
 flag("--loss_weighting", "elbo", "elbo: weights of the bound; ce: 1", choices=("elbo", "ce"))
 flag("--ema_decay", 0.9999, "decay of the averaged weights, after its warm-up", BELOW_1)
 flag("--lora_target_modules", "all-linear", "all-linear, or name endings such as q_proj,v_proj",
@@ -76,7 +75,6 @@ flag("--learning_rate", None, "peak (default: preset's; 10 times that with --use
 flag("--warmup_steps", None, "optimizer steps of linear warm-up (default: preset's)", type=int)
 flag("--scale_lr_from_batch", 0, "multiply the rate by sqrt(problems / N), 0 = off", metavar="N")
 # speed and memory
-switch("--compile", "torch.compile each layer")
 flag("--attn_backend", None, "block-sparse or dense masks (default: flex on CUDA, sdpa on a CPU)",
      choices=("flex", "sdpa"))
 # logging, validation, checkpoints

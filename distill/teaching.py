@@ -18,11 +18,10 @@ NEEDED = {"prompt_role": "prompt_file", "teacher_name": "teacher_url", "keep_wei
 
 def check_flags(args, parser):
     """UserError for flags that would fail later or do nothing. The base is the default teacher."""
-    def is_set(flag):
-        return getattr(args, flag) != parser.get_default(flag)
     args.teacher_path = args.teacher_path or (args.prompt_file and args.model_path)
     for flag, others in NEEDED.items():
-        require(not is_set(flag) or any(getattr(args, other) for other in others.split()),
+        unset = getattr(args, flag) == parser.get_default(flag)
+        require(unset or any(getattr(args, other) for other in others.split()),
                 f"--{flag} needs --{others.replace(' ', ' or --')}")
     if args.teacher_url:
         require(args.teacher_path and Path(args.teacher_path).is_dir(),     # a name would download

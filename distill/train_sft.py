@@ -29,14 +29,14 @@ flag, switch = p.flag, p.switch
 # of every trainer: --config, --dry_run, --use_lora, --seed, --auto, --bf16, --output_dir, ...
 cli.trainer_flags(p, CHECKS)
 cli.packing_flags(p)    # of speech and chats: --max_tokens_per_batch, --eval_steps, --compile, ...
-p.set_defaults(lora_rank=32, adam_beta2=0.95, parallel=None, save_total_limit=2,
+p.set_defaults(lora_rank=32, adam_beta2=0.95, parallel=None, save_total_limit=2, learning_rate=None,
+               gradient_accumulation_steps=None,
                num_train_epochs=4, per_device_train_batch_size=16, per_device_eval_batch_size=16)
 # model
 flag("--model_path", None, "folder or hub name of a transformers causal LM", required=True)
 flag("--lora_target_modules", "all-linear", "or name endings", type=cli.alias(all="all-linear"))
 # data
 flag("--train_data_file", None, "chats: JSONL or .parquet, or a pattern of files", required=True)
-flag("--eval_data_file", None, "validation data; without it --validation_split is held out")
 flag("--validation_split", 0.0, "share of groups held out, by a seeded shuffle", BELOW_1)
 flag("--group_size", 1, 'number of neighbours by "id" or line held out together', COUNT)
 flag("--chat_template", None, "Jinja file to use and save instead of the model's template")
@@ -50,8 +50,7 @@ flag("--teacher_name", None, "the teacher's name on the server (default: --teach
 flag("--prompt_file", None, "prompt that only the teacher reads")
 flag("--prompt_role", "user", "message that gets the prompt", choices=("user", "system"))
 flag("--divergence", "forward", "KL or Jensen-Shannon", choices=("forward", "reverse", "js"))
-flag("--js_beta", 0.5, "the teacher's share in js's mixture",
-     ("be above 0 and below 1", lambda v: 0 < v < 1))
+flag("--js_beta", 0.5, "js: the teacher's share", ("be above 0 and below 1", lambda v: 0 < v < 1))
 flag("--on_policy", 0.0, "share of samples whose answer the student generates", SHARE)
 flag("--max_new_tokens", 128, "most tokens of an answer generated for --on_policy", COUNT)
 flag("--base_url", None, "vLLM server that generates --on_policy answers")
@@ -62,11 +61,7 @@ flag("--keep", None, "chats on which the loss keeps the student close to the bas
 flag("--keep_weight", 1.0, "weight of its divergence, added every 4 steps (--keep_every)", ABOVE_0)
 flag("--keep_every", 4, SUPPRESS, COUNT)
 DISTILLING = [action.dest for action in p._actions[known:]]
-# batch and learning rate
-flag("--gradient_accumulation_steps", None, "micro-steps per step (default: --global_batch_size's)",
-     COUNT, type=int)
-flag("--global_batch_size", 0, f"samples per step; derives accumulation (default: {GLOBAL_BATCH})")
-flag("--learning_rate", None, f"peak (default: {FULL_RATE:g}, LoRA {LORA_RATE:g})", type=float)
+# learning rate
 flag("--min_lr_ratio", 0.1, "final learning rate as a share of the peak", SHARE)
 flag("--warmup_ratio", 0.1, "share of the run that is linear warm-up", SHARE)
 

@@ -121,8 +121,9 @@ def data_flags(p):
          "number of passes per epoch (default: 1)", nargs="+", metavar="PATH[:WEIGHT]")
     flag("--train_data_dir", None, "the same for folders: of prepare_tts.py, with metadata.json, "
          "or audio with texts next to it", nargs="+", metavar="PATH[:WEIGHT]")
-    flag("--eval_data_file", None, "validation data; without it --validation_split is held out")
     flag("--eval_data_dir", None, "validation folder, like --train_data_dir")
+    flag("--audio_tokenizer_path", None, "native audio tokenizer, folder or hub name")
+    flag("--code_cache", None, "encoded audio, shared by runs (default: OUTPUT_DIR/codes)")
     flag("--columns", "", "columns of a table, as in docs/data.md", metavar="MEANING=NAME,...")
     flag("--task_type", TASK_TYPES[1], "prompt form; not for ChatML", choices=TASK_TYPES)
     flag("--normalize_text", None, "normalise punctuation and sound tags as boson-ai's inference "

@@ -33,9 +33,9 @@ ERRORS = (*CHECKS, *SOUND_ERRORS)
 p = cli.Parser("Turn speech data into a prepared folder for train_v2_ddp.py.")
 flag = p.flag
 flag("--model_path", None, "model whose tokenizer is used, folder or hub name", required=True)
-flag("--audio_tokenizer_path", None, "native audio tokenizer, folder or hub name")
 flag("--device", "auto", "auto: a GPU if there is one", choices=("auto", "cuda", "cpu"))
 data_flags(p)
+flag("--eval_data_file", None, "validation data; without it the trainer holds out a share")
 flag("--seed", 42, "seed for choosing references and the samples that have one")
 # checks
 flag("--min_clip_seconds", 0.32, "a shorter clip is an error, too_short")
@@ -45,7 +45,6 @@ flag("--drop_bad", None, f"drop samples with errors ({', '.join(ERRORS)}) instea
      f"those with the given warnings: {', '.join(WARNINGS)}", nargs="*", metavar="CHECK")
 # output
 flag("--output_dir", "./prepared", "folder to write; shared by all nodes")
-flag("--code_cache", None, "folder of encoded audio, shared by runs (default: OUTPUT_DIR/codes)")
 flag("--preprocess_num_proc", min(8, CPUS), "processes that read and tokenise, or decode "
      "audio, per node; 0 = in this one")
 flag("--wait_timeout", 21600, "seconds to wait for the other processes", COUNT)
