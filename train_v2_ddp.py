@@ -25,7 +25,6 @@ flag, switch = p.flag, p.switch
 cli.trainer_flags(p, CHECKS)    # of every trainer: --config, --use_lora, --output_dir, ...
 cli.packing_flags(p)    # of speech and chats: --max_tokens_per_batch, --eval_steps, --compile, ...
 # model
-flag("--model_path", None, "folder or hub name of Higgs-Audio V2 or Higgs TTS 3", required=True)
 flag("--lora_target_modules", None, "attention, attention+audio_mlp, all-linear, or module name "
      "endings (default: attention; TTS 3: all-linear)", type=cli.alias(all="all-linear"))
 switch("--train_audio_table", "train the audio embedding of TTS 3; needs --use_lora")
@@ -82,8 +81,7 @@ if args.float8 or args.base_dtype == "nf4":
 
 # ---- Ranks. A dry run joins no other process and writes nothing.
 world, watch, work_dir = run.start(args)
-main_rank, device = world.is_main, world.device
-ranks = args.ranks
+main_rank, device, ranks = world.is_main, world.device, args.ranks
 # dtype of the computation; trained weights stay in fp32
 dtype = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else None
 autocast = partial(dist.autocast, device, dtype)
@@ -142,15 +140,14 @@ train_ids, eval_ids = usable_samples(
     max_length=args.max_length or config.max_position_embeddings, say=print0,
     max_tokens=args.max_tokens_per_batch, drop="too_long" in args.drop_bad,
     output_dir=None if dry or not main_rank else args.output_dir)
-if args.tf32:       # only now: codes in the cache must not depend on it
-    torch.set_float32_matmul_precision("high")
 if args.auto or dry:
     from speech import plan
     data = plan.Data(table, ids, train_ids, keep_loss)
     if args.auto:
         plan.choose(args, world, ranks, model, data)
         model, parts = empty_model(folder, config_dict)     # with the chosen recomputation
-args.compile = dist.choose_compile(world, args)     # after --auto, which may exclude it
+# after --auto, which may exclude --compile; codes in the cache must not depend on --tf32
+dist.set_compute(world, args)
 
 # ---- Resume from the newest intact checkpoint, on any number of ranks
 identity = None     # on rank 0: a run resumes only a checkpoint with the same values

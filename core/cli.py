@@ -195,9 +195,8 @@ def parse(parser, check=None, argv=None):
         sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
         sys.argv = remove_secrets(sys.argv)     # W&B stores the command line of a run
         sys.excepthook = report_error
-    allocator = "PYTORCH_CUDA_ALLOC_CONF"
-    if allocator in os.environ:     # common launch lines write =, but torch wants a colon
-        os.environ[allocator] = os.environ[allocator].replace("=", ":")
+    if setting := os.environ.get("PYTORCH_CUDA_ALLOC_CONF"):    # many write =, torch wants a colon
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = setting.replace("=", ":")
     known = parser._option_string_actions
     old_names = {old: known[new] for old, new in OLD_NAMES.items() if new in known}
     known.update(old_names | known)
@@ -280,8 +279,7 @@ def trainer_flags(p, checks):
     checks: the names of what may be wrong with a sample."""
     flag, switch = p.flag, p.switch
     for name, values in WITHOUT_EFFECT.items():
-        p.add_argument(name, nargs="?", type=str.lower, choices=values, default=SUPPRESS,
-                       help=SUPPRESS)
+        flag(name, SUPPRESS, SUPPRESS, nargs="?", type=str.lower, choices=values)
     # before the run
     flag("--config", None, "YAML file of flags, such as OUTPUT_DIR/run.yaml", metavar="FILE")
     flag("--dry_run", None, "check all, print the plan for N GPUs (default: as launched) and stop",
@@ -314,7 +312,7 @@ def trainer_flags(p, checks):
     switch("--bf16", "bfloat16 compute; a frozen base is stored in bfloat16")
     switch("--tf32", "TF32 for float32 matrix products on CUDA")
     switch("--gradient_checkpointing", "recompute all layers in backward: less memory", on="all")
-    # dist.choose_compile turns auto into True or False
+    # dist.set_compute turns auto into True or False
     switch("--compile", "torch.compile each layer; auto: on GPUs, where it can", default="auto")
     flag("--num_workers", 2, "loader processes per rank, 0 = in the trainer")
     flag("--collective_timeout", 600, "seconds until a hanging rank is named and all end", COUNT)

@@ -79,10 +79,7 @@ def read_entries(path):
                         raise UserError(f"{path} line {number}: {error}")
             return
     data = read_json(path, (list, dict), "a list of samples")
-    if isinstance(data, dict):
-        require("messages" in data, f"{path}: is a JSON object without 'messages'")
-        data = [data]
-    for number, value in enumerate(data, 1):
+    for number, value in enumerate([data] if isinstance(data, dict) else data, 1):
         yield f"sample {number}", value
 
 

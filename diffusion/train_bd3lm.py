@@ -60,8 +60,7 @@ flag("--clip_search_widths", (), "train on the range of one of these widths with
      ("lie between 0 and 1", lambda v: 0 < v < 1), type=float, nargs="*", metavar="WIDTH")
 flag("--loss_weighting", "elbo", "elbo: weights of the bound; ce: 1", choices=("elbo", "ce"))
 flag("--ema_decay", 0.9999, "decay of the averaged weights, after its warm-up", BELOW_1)
-flag("--lora_target_modules", "all-linear", "all-linear, or name endings such as q_proj,v_proj",
-     type=cli.alias(all="all-linear"))
+flag("--lora_target_modules", "all-linear", "or name endings", type=cli.alias(all="all-linear"))
 # batch and length of the run
 flag("--batch_preset", None, "sets the next two, rate, warm-up and steps (default: recommended; "
      "finetune with --init_from)", choices=tuple(choices.PRESETS))
@@ -75,8 +74,7 @@ flag("--learning_rate", None, "peak (default: preset's; 10 times that with --use
 flag("--warmup_steps", None, "optimizer steps of linear warm-up (default: preset's)", type=int)
 flag("--scale_lr_from_batch", 0, "multiply the rate by sqrt(problems / N), 0 = off", metavar="N")
 # speed and memory
-flag("--attn_backend", None, "block-sparse or dense masks (default: flex on CUDA, sdpa on a CPU)",
-     choices=("flex", "sdpa"))
+flag("--attn_backend", None, "masks (default: flex on CUDA, else sdpa)", choices=("flex", "sdpa"))
 # logging, validation, checkpoints
 flag("--eval_steps", None, "steps between validations, 0 = at the end (default: 500)", type=int)
 flag("--eval_repeats", 4, "draws of the noise in a validation, for its error bar", COUNT)
@@ -101,12 +99,9 @@ from diffusion import blocks, dit, elbo, problems
 
 # ---- Ranks. A dry run joins no other process and writes nothing.
 world, watch, work_dir = run.start(args)
-ranks = args.ranks
-main_rank, device = world.is_main, world.device
+main_rank, device, ranks = world.is_main, world.device, args.ranks
 print0 = partial(print, sep="\n") if main_rank else lambda *lines: None
-args.compile = dist.choose_compile(world, args)
-if args.tf32:
-    torch.set_float32_matmul_precision("high")
+dist.set_compute(world, args)
 backend = args.attn_backend or ("flex" if device.type == "cuda" else "sdpa")
 cli.require(dry or backend == "sdpa" or device.type == "cuda", "--attn_backend flex trains on CUDA "
             "only: torch has no backward for it on a CPU; drop the flag")

@@ -100,10 +100,7 @@ if args.use_lora:
 
 # ---- Ranks. A dry run joins no other process and writes nothing.
 world, watch, work_dir = run.start(args)
-ranks = args.ranks
-main_rank, device = world.is_main, world.device
-if args.tf32:
-    torch.set_float32_matmul_precision("high")
+main_rank, device, ranks = world.is_main, world.device, args.ranks
 dtype = causal_lm.half_dtype(args)
 print0 = partial(print, sep="\n") if main_rank else lambda *lines: None
 
@@ -156,7 +153,7 @@ if args.auto or dry:
         plan.choose(args, world, ranks, model, table.lengths[train_ids], table.targets[train_ids],
                     kept)
         model, parts = empty_model(folder)      # with the chosen recomputation
-args.compile = dist.choose_compile(world, args)
+dist.set_compute(world, args)
 
 # ---- Resume
 identity = None     # must be equal in a checkpoint and the run that resumes it

@@ -122,6 +122,7 @@ def data_flags(p):
     flag("--train_data_dir", None, "the same for folders: of prepare_tts.py, with metadata.json, "
          "or audio with texts next to it", nargs="+", metavar="PATH[:WEIGHT]")
     flag("--eval_data_dir", None, "validation folder, like --train_data_dir")
+    flag("--model_path", None, "folder or hub name of Higgs-Audio V2 or TTS 3", required=True)
     flag("--audio_tokenizer_path", None, "native audio tokenizer, folder or hub name")
     flag("--code_cache", None, "encoded audio, shared by runs (default: OUTPUT_DIR/codes)")
     flag("--columns", "", "columns of a table, as in docs/data.md", metavar="MEANING=NAME,...")

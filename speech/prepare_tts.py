@@ -32,7 +32,6 @@ ERRORS = (*CHECKS, *SOUND_ERRORS)
 
 p = cli.Parser("Turn speech data into a prepared folder for train_v2_ddp.py.")
 flag = p.flag
-flag("--model_path", None, "model whose tokenizer is used, folder or hub name", required=True)
 flag("--device", "auto", "auto: a GPU if there is one", choices=("auto", "cuda", "cpu"))
 data_flags(p)
 flag("--eval_data_file", None, "validation data; without it the trainer holds out a share")
