@@ -12,71 +12,52 @@ average over text targets. So 1 rank, N ranks, DDP and FSDP2 give the same updat
 On SIGTERM, SIGUSR1 or a file OUTPUT_DIR/stop the run finishes the step, saves a checkpoint, writes
 OUTPUT_DIR/requeue for the launcher and exits with status 0. Rerun the same command to resume.
 """
-import argparse
 import os
 import sys
 
 from core import cli
-from core.cli import require
+from core.cli import ABOVE_0, BELOW_1, COUNT, SUPPRESS, require
 from speech.conversations import CHECKS, SETTINGS, check_data, data_flags, source_paths
 
 # ---- Flags: name, default, help
 p = cli.Parser("Fine-tune Higgs-Audio V2 or Higgs TTS 3. Flags of speech/prepare_tts.py work too.")
 flag, switch = p.flag, p.switch
-cli.trainer_flags(p)    # of every trainer: --config, --use_lora, --bf16, --output_dir, ...
+cli.trainer_flags(p, CHECKS)    # of every trainer: --config, --use_lora, --output_dir, ...
 cli.packing_flags(p)    # of speech and chats: --max_tokens_per_batch, --eval_steps, --compile, ...
 # model
-flag("--model_path", None, "folder or hub name of Higgs-Audio V2 or Higgs TTS 3", required=True)
-flag("--audio_tokenizer_path", None, "audio codec, folder or hub name")
 flag("--lora_target_modules", None, "attention, attention+audio_mlp, all-linear, or module name "
      "endings (default: attention; TTS 3: all-linear)", type=cli.alias(all="all-linear"))
 switch("--train_audio_table", "train the audio embedding of TTS 3; needs --use_lora")
 switch("--freeze_llm", "train only the audio embedding and head, without adapters")
 # data
 data_flags(p)
-flag("--validation_split", None, "share held out (default: 0.005; small data: 5 %%)", type=float)
-switch("--disable_eval", argparse.SUPPRESS)         # --validation_split 0
-flag("--code_cache", None, "folder of encoded audio, shared by runs (default: OUTPUT_DIR/codes)")
-flag("--max_length", 0, "most tokens per sample, 0 = the model's maximum positions")
-flag("--drop_bad", None, "drop bad samples, list them in OUTPUT_DIR/problems.jsonl: all, or those "
-     f"found by a CHECK of {', '.join(CHECKS)}", nargs="*", metavar="CHECK")
-switch("--drop_too_long", argparse.SUPPRESS)        # --drop_bad too_long
+flag("--validation_split", None, "share held out (default: 0.5 to 5 %%)", BELOW_1, type=float)
+switch("--disable_eval", SUPPRESS)         # --validation_split 0
 # batch and optimization
-flag("--gradient_accumulation_steps", 1, "micro-steps per optimizer step")
-flag("--global_batch_size", 0, "samples per step; derives the accumulation")
 switch("--group_by_length", "put samples of similar length into the same micro-step")
-flag("--learning_rate", 5e-5, "peak learning rate")
 flag("--warmup_steps", None, "linear warm-up (default: 5 %% of the run, at most 100)", type=int)
 flag("--text_loss_weight", 1.0, "weight of the text loss, 0 = audio only")
 flag("--keep", None, "texts that the base speaks once; a KL loss keeps the adapter close to them")
-flag("--keep_weight", 1.0, "weight of the --keep loss, added once in --keep_every 10 steps")
-flag("--keep_every", 10, argparse.SUPPRESS)
+flag("--keep_weight", 1.0, "weight of --keep, added once in --keep_every 10 steps", ABOVE_0)
+flag("--keep_every", 10, SUPPRESS, COUNT)
 flag("--sample_prompts", None, "texts, or ChatML, spoken at every validation", metavar="FILE")
-flag("--sample_seconds", 10.0, "most seconds of speech per prompt")
+flag("--sample_seconds", 10.0, "most seconds of speech per prompt", ABOVE_0)
 # flags of prepare_tts.py, and older names
-for action in p._actions:
-    if action.dest in ("columns", "task_type", "reference", "reference_share", "train_data_dir",
-                       "eval_data_dir"):
-        action.help = argparse.SUPPRESS
+for name in ("columns", "task_type", "reference", "reference_share", "train_data_dir",
+             "eval_data_dir"):
+    p._option_string_actions[f"--{name}"].help = SUPPRESS
 
 
 def check_flags(args, world_size):
     """Raise UserError for flags that would fail later or have no effect; set derived values."""
-    cli.check_trainer(args, world_size, p)
-    cli.check_precision(args)
+    cli.check_packing(args, world_size, p, CHECKS)
     check_data(args)
-    cli.check_drop_bad(args, CHECKS)
     for path, *_ in source_paths(args) if args.code_cache else ():
         require(not os.path.exists(os.path.join(path, "prepared.json")),
                 f"--code_cache: {path} has its codes already; drop the flag")
-    cli.above_zero(args, "sample_seconds keep_weight")
-    cli.at_least_one(args, "keep_every")
-    full = not args.use_lora
-    require(not (full and args.train_audio_table), "--train_audio_table needs --use_lora")
-    require(full or not args.freeze_llm, "--use_lora freezes the base: drop --freeze_llm")
-    require(not (full and args.keep), "--keep needs --use_lora")
+    require(not (args.use_lora and args.freeze_llm), "--use_lora freezes all: drop --freeze_llm")
+    require(args.use_lora or not args.keep, "--keep needs --use_lora")
     require(not (args.keep and args.train_audio_table), "--keep excludes --train_audio_table")
-    cli.set_accumulation(args, world_size, p)
 
 
 # parsed before torch is imported, so --help and wrong flags are answered at once
@@ -100,8 +81,7 @@ if args.float8 or args.base_dtype == "nf4":
 
 # ---- Ranks. A dry run joins no other process and writes nothing.
 world, watch, work_dir = run.start(args)
-main_rank, device = world.is_main, world.device
-ranks = cli.count_ranks(args)
+main_rank, device, ranks = world.is_main, world.device, args.ranks
 # dtype of the computation; trained weights stay in fp32
 dtype = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else None
 autocast = partial(dist.autocast, device, dtype)
@@ -160,15 +140,14 @@ train_ids, eval_ids = usable_samples(
     max_length=args.max_length or config.max_position_embeddings, say=print0,
     max_tokens=args.max_tokens_per_batch, drop="too_long" in args.drop_bad,
     output_dir=None if dry or not main_rank else args.output_dir)
-if args.tf32:       # only now: codes in the cache must not depend on it
-    torch.set_float32_matmul_precision("high")
 if args.auto or dry:
     from speech import plan
     data = plan.Data(table, ids, train_ids, keep_loss)
     if args.auto:
         plan.choose(args, world, ranks, model, data)
         model, parts = empty_model(folder, config_dict)     # with the chosen recomputation
-args.compile = dist.choose_compile(world, args)     # after --auto, which may exclude it
+# after --auto, which may exclude --compile; codes in the cache must not depend on --tf32
+dist.set_compute(world, args)
 
 # ---- Resume from the newest intact checkpoint, on any number of ranks
 identity = None     # on rank 0: a run resumes only a checkpoint with the same values

@@ -15,13 +15,12 @@ import signal
 import sys
 import time
 import traceback
-from functools import partial
+from argparse import SUPPRESS
 from pathlib import Path
 
 TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 BOOLEAN = dict.fromkeys(TRUE, True) | dict.fromkeys(FALSE, False)
 CONFIG = "run.yaml"     # in OUTPUT_DIR: the flags that repeat a run
-SHOWN = 20              # problems in an error
 CPUS = len(os.sched_getaffinity(0))     # cores of this job, which may be a share of the node
 
 # {name of a flag in Hugging Face's scripts, ms-swift or earlier trainers: ours}; not in --help
@@ -102,12 +101,11 @@ def plural(number, noun):
     return f"{number} {noun if number == 1 else noun + 's'}"
 
 
-def problem_text(lines, total=None):
-    """One message with the first SHOWN lines and the number of problems, `total` or all lines."""
-    total = total or len(lines)
-    more = [f"... and {total - SHOWN} more"] if total > SHOWN else []
-    shown = [f"{total} problems:", *map(str, lines[:SHOWN]), *more]
-    return str(lines[0]) if total == 1 else "\n  ".join(shown)
+def problem_text(problems):
+    """One message with the first 20 problems and the number of all."""
+    more = [f"... and {len(problems) - 20} more"] if len(problems) > 20 else []
+    lines = [f"{len(problems)} problems:", *map(str, problems[:20]), *more]
+    return str(problems[0]) if len(problems) == 1 else "\n  ".join(lines)
 
 
 def require_package(name, purpose, install=None):
@@ -127,6 +125,15 @@ def remove_secrets(value):
 
 # ---- Parsing
 
+# Limits of a number: words for a message, and the test
+ZERO_OR_MORE = "be 0 or more", lambda v: v >= 0
+COUNT = "be at least 1", lambda v: v >= 1
+ABOVE_0 = "be above 0", lambda v: v > 0
+BELOW_1 = "be at least 0 and below 1", lambda v: 0 <= v < 1
+SHARE = "lie between 0 and 1", lambda v: 0 <= v <= 1
+PROBABILITY = "be above 0 and at most 1", lambda v: 0 < v <= 1
+SEED = "be below 2**62, and 0 or more", lambda v: 0 <= v < 2**62
+
 
 class Parser(argparse.ArgumentParser):
     """ArgumentParser without abbreviations, whose meaning would change with each new flag."""
@@ -135,27 +142,43 @@ class Parser(argparse.ArgumentParser):
         usage = "%(prog)s [--flag value ...]"
         super().__init__(description=description, usage=usage, allow_abbrev=False, **options)
 
-    def flag(self, name, default, help, **options):
-        """add_argument() with the type of the default, and the default in the help."""
-        if default and "action" not in options and "default:" not in help:
-            help += " (default: %(default)s)" * (help != argparse.SUPPRESS)
-        if isinstance(default, (int, float)) and "action" not in options:
-            options = {"type": type(default), **options}
+    def flag(self, name, default, help, limits=ZERO_OR_MORE, **options):
+        """add_argument() with the type of the default, and the default in the help. A number must
+        be finite and within `limits`."""
+        words, is_good = limits
+        kind = options.get("type", type(default))
+
+        def number(text):
+            value = kind(text)
+            require(abs(value) < math.inf and is_good(value), f"{name} is {value}; it must {words}")
+            return value
+
+        if kind in (int, float):
+            number.__name__ = kind.__name__     # in argparse's messages
+            options["type"] = number
+        if default and "default:" not in help and help != SUPPRESS:
+            help += " (default: %(default)s)"
         self.add_argument(name, default=default, help=help, **options)
 
-    def switch(self, name, help):
-        """Add a flag that is off by default. Its forms are --bf16, --bf16 true and --bf16 false."""
-        self.add_argument(name, nargs="?", type=alias(**BOOLEAN), choices=(True, False), const=True,
-                          default=False, metavar="true|false", help=help)
+    def switch(self, name, help, default=False, on=True):
+        """Add a flag of the forms --bf16, --bf16 true, --bf16 false; if it is on by default, also
+        --no-bf16. on: its value for true."""
+        values = dict.fromkeys(TRUE, on) | dict.fromkeys(FALSE, False)
+        self.add_argument(name, nargs="?", type=alias(**values), choices=(on, False, default),
+                          const=on, default=default, metavar="true|false", help=help)
+        if default is True:
+            self.add_argument(f"--no-{name[2:]}", dest=name[2:], action="store_false",
+                              help=SUPPRESS)
 
     def error(self, message):
         raise UserError(message.removeprefix("argument "))
 
 
 class Args(argparse.Namespace):
-    """Parsed flags. Two attributes are not in vars(): `given`, the flags as parsed, before checks
-    derive values; and `named`, the set of flags that the command line or --config names."""
-    __slots__ = ("given", "named")
+    """Parsed flags. Not in vars() are `given`, the flags as parsed, before checks derive values;
+    `named`, the set of flags that the command line or --config names; and `ranks`, the number of
+    ranks: N of --dry_run N, or torchrun's."""
+    __slots__ = ("given", "named", "ranks")
 
 
 def parse(parser, check=None, argv=None):
@@ -172,21 +195,20 @@ def parse(parser, check=None, argv=None):
         sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
         sys.argv = remove_secrets(sys.argv)     # W&B stores the command line of a run
         sys.excepthook = report_error
-    allocator = "PYTORCH_CUDA_ALLOC_CONF"
-    if allocator in os.environ:     # common launch lines write =, but torch wants a colon
-        os.environ[allocator] = os.environ[allocator].replace("=", ":")
+    if setting := os.environ.get("PYTORCH_CUDA_ALLOC_CONF"):    # many write =, torch wants a colon
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = setting.replace("=", ":")
     known = parser._option_string_actions
-    for old, new in OLD_NAMES.items():
-        if new in known:
-            known.setdefault(old, known[new])
+    old_names = {old: known[new] for old, new in OLD_NAMES.items() if new in known}
+    known.update(old_names | known)
     try:
         # later words count, so flags of the command line override the file's
         words = read_config(parser, words) + words
         args = parser.parse_args(words, Args())
         args.given, status = remove_secrets(vars(args)), 1
         args.named = {known[name].dest for word in words if (name := word.split("=")[0]) in known}
+        args.ranks = getattr(args, "dry_run", None) or int(os.environ.get("WORLD_SIZE", "1"))
         if check:
-            check(args, count_ranks(args))
+            check(args, args.ranks)
     except UserError as error:
         if os.environ.get("RANK", "0") == "0":
             print_error(f"error: {error}")
@@ -230,8 +252,6 @@ def read_config(parser, words):
         require(not isinstance(value, dict), f"{where} takes a value or a list")
         if isinstance(value, list):
             file_words += [flag, *map(str, value)]
-        elif isinstance(flags[flag], argparse.BooleanOptionalAction):
-            file_words.append(f"--no-{name}" if value.lower() in FALSE else flag)
         elif value not in ("~", "null"):
             file_words.append(f"{flag}={value}")    # one word, as it may begin with a dash
     return file_words
@@ -254,48 +274,54 @@ def alias(**names):
     return lambda text: names.get(text.lower(), text)
 
 
-def trainer_flags(p):
-    """Add the flags of every trainer with train_v2_ddp.py's defaults, which others may replace."""
+def trainer_flags(p, checks):
+    """Add the flags of every trainer with train_v2_ddp.py's defaults, which others may replace.
+    checks: the names of what may be wrong with a sample."""
     flag, switch = p.flag, p.switch
     for name, values in WITHOUT_EFFECT.items():
-        p.add_argument(name, nargs="?", type=str.lower, choices=values, default=argparse.SUPPRESS,
-                       help=argparse.SUPPRESS)
+        flag(name, SUPPRESS, SUPPRESS, nargs="?", type=str.lower, choices=values)
     # before the run
     flag("--config", None, "YAML file of flags, such as OUTPUT_DIR/run.yaml", metavar="FILE")
     flag("--dry_run", None, "check all, print the plan for N GPUs (default: as launched) and stop",
          nargs="?", type=int, const=0, metavar="N")
+    # data
+    flag("--eval_data_file", None, "validation data; without it --validation_split is held out")
+    flag("--drop_bad", None, "leave out bad samples, listed in OUTPUT_DIR/problems.jsonl: all, or "
+         f"of these checks: {', '.join(checks)}", nargs="*", metavar="CHECK")
+    switch("--drop_too_long", SUPPRESS)        # --drop_bad too_long
     # adapters
     switch("--use_lora", "train adapters on a frozen base instead of all weights")
-    flag("--lora_rank", 16, "adapter rank")
-    flag("--lora_alpha", 32, "updates are multiplied by alpha / rank")
-    flag("--lora_dropout", 0.0, "dropout on adapter inputs, 0 to 1")
+    flag("--lora_rank", 16, "adapter rank", COUNT)
+    flag("--lora_alpha", 32, "updates are multiplied by alpha / rank", COUNT)
+    flag("--lora_dropout", 0.0, "dropout on adapter inputs, 0 to 1", BELOW_1)
     switch("--use_rslora", "PEFT's rsLoRA: multiply updates by alpha / sqrt(rank) instead")
     switch("--use_dora", "PEFT's DoRA: train the magnitude of each weight row separately; slower")
     # optimization
     flag("--lr_scheduler", "cosine", "after warm-up", choices=("cosine", "linear", "constant"),
          type=alias(constant_with_warmup="constant"))
     flag("--weight_decay", 0.01, "AdamW decay of matrices, not embeddings")
-    flag("--adam_beta2", 0.999, "AdamW decay of the variance")
+    flag("--adam_beta2", 0.999, "AdamW decay of the variance", BELOW_1)
     flag("--max_grad_norm", 1.0, "clip the global gradient norm, 0 = off")
-    flag("--max_bad_steps", 5, "stop after this many non-finite steps in a row")
-    flag("--seed", 42, "seed of weights, data order, hold-out, noise and dropout")
+    flag("--max_bad_steps", 5, "stop after this many non-finite steps in a row", COUNT)
+    flag("--seed", 42, "seed of weights, data order, hold-out, noise and dropout", SEED)
     # speed and memory
     switch("--auto", "choose batches, --gradient_checkpointing and --parallel to fit memory")
-    flag("--gpu_memory", None, "GiB per GPU for the plan (default: this GPU's, or 80)", type=float)
+    flag("--gpu_memory", None, "GiB per GPU (default: this GPU's, or 80)", ABOVE_0, type=float)
     flag("--parallel", "ddp", "one replica per GPU, or shards over all GPUs, a node, or N GPUs "
          "(default: ddp; chats on several GPUs: fsdp)", metavar="ddp|fsdp|hsdp|hsdp:N")
     switch("--bf16", "bfloat16 compute; a frozen base is stored in bfloat16")
     switch("--tf32", "TF32 for float32 matrix products on CUDA")
-    flag("--gradient_checkpointing", None, "recompute all layers in backward: less memory",
-         nargs="?", const="all", choices=("all", None), metavar="true|false",
-         type=alias(**dict.fromkeys(TRUE, "all"), **dict.fromkeys(FALSE)))
+    switch("--gradient_checkpointing", "recompute all layers in backward: less memory", on="all")
+    # dist.set_compute turns auto into True or False
+    switch("--compile", "torch.compile each layer; auto: on GPUs, where it can", default="auto")
     flag("--num_workers", 2, "threads per rank that load data, 0 = in the trainer")
-    flag("--collective_timeout", 600, "seconds until a hanging rank is named and the run aborts")
-    flag("--wait_timeout", 21600, argparse.SUPPRESS)    # in data preparation, validation and saves
+    flag("--collective_timeout", 600, "seconds until a hanging rank is named and all end", COUNT)
+    flag("--wait_timeout", 21600, SUPPRESS, COUNT)      # of data preparation, validation, saves
     # logging and checkpoints
     flag("--output_dir", "./output", "folder for all output; shared by all nodes")
     flag("--logging_dir", "./logs", "parent folder of TensorBoard files")
-    flag("--logging_steps", 10, "optimizer steps between log lines")
+    flag("--logging_steps", 10, "optimizer steps between log lines", COUNT)
+    flag("--per_device_eval_batch_size", 1, "samples per validation batch", COUNT)
     flag("--save_total_limit", 3, "newest checkpoints to keep besides the best, 0 = all")
     flag("--report_to", ["tensorboard"], "tensorboard, wandb, none (default: tensorboard)",
          nargs="+", metavar="NAME", choices=("tensorboard", "wandb", "none"))
@@ -309,73 +335,42 @@ def packing_flags(p):
     flag, switch = p.flag, p.switch
     flag("--base_dtype", None, "lora: nf4 keeps the base in four bits", choices=("nf4",))
     flag("--preprocess_num_proc", min(8, CPUS), "processes per node that prepare data")
-    flag("--per_device_train_batch_size", 4, "samples per micro-step and rank")
+    flag("--per_device_train_batch_size", 4, "samples per micro-step and rank", COUNT)
+    flag("--gradient_accumulation_steps", 1, "micro-steps (default: by the batch, or 1)", COUNT)
+    flag("--global_batch_size", 0, "samples per step; derives the accumulation (chats: 128)")
+    flag("--learning_rate", 5e-5, "peak (default: 5e-5; chats: 2e-5, with LoRA 2e-4)")
     flag("--max_tokens_per_batch", 0, "pack whole samples up to this many tokens instead; 0 = off")
-    flag("--per_device_eval_batch_size", 1, "samples per validation batch")
-    flag("--num_train_epochs", 3, "passes over the training samples")
+    flag("--max_length", 0, "most tokens of a sample, 0 = the model's maximum positions")
+    flag("--num_train_epochs", 3, "passes over the training samples", COUNT)
     flag("--max_steps", 0, "stop after this many optimizer steps, 0 = use --num_train_epochs")
     flag("--eval_steps", None, "steps between validations, 0 = at the end (default: 1/5)", type=int)
     flag("--save_steps", None, "steps between saves, 0 = at the end (default: 1/10)", type=int)
-    flag("--reshard_after_forward", True, "fsdp: free gathered weights until backward; "
-         "--no-reshard_after_forward is faster", action=argparse.BooleanOptionalAction)
+    switch("--reshard_after_forward", "fsdp: free gathered weights until backward; "
+           "--no-reshard_after_forward is faster", default=True)
     switch("--cpu_offload", "fsdp, hsdp: keep shards and optimizer in host memory (slow)")
     switch("--fp16", "float16 compute with a scaled loss, for GPUs without bfloat16")
     switch("--float8", "lora, compiled: multiply by frozen weights in float8")
-    # dist.choose_compile turns auto into True or False
-    flag("--compile", "auto", "torch.compile each layer; auto: on GPUs, where it can",
-         type=alias(**BOOLEAN), choices=("auto", True, False), nargs="?", const=True,
-         metavar="auto|true|false")
-
-
-def cpus_per_rank():
-    """Cores of this job per process of the node, at least 1."""
-    return max(1, CPUS // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-
-
-def count_ranks(args):
-    """Number of ranks: N of --dry_run N, or torchrun's."""
-    return getattr(args, "dry_run", None) or int(os.environ.get("WORLD_SIZE", "1"))
 
 
 # ---- Checks; all raise UserError
 
 
-def check_values(args, names, good, words):
-    """Each flag in `names`, a string, that is set must be finite and good(value), in `words`."""
-    for name in names.split():
-        value = getattr(args, name, None)
-        require(value is None or abs(value) < math.inf and good(value),
-                f"--{name} is {value}; it must {words}")
-
-
-at_least_one = partial(check_values, good=lambda v: v >= 1, words="be at least 1")
-zero_or_more = partial(check_values, good=lambda v: v >= 0, words="be 0 or more")
-above_zero = partial(check_values, good=lambda v: v > 0, words="be above 0")
-below_one = partial(check_values, good=lambda v: 0 <= v < 1, words="be at least 0 and below 1")
-share = partial(check_values, good=lambda v: 0 <= v <= 1, words="lie between 0 and 1")
-
-
-def check_trainer(args, world_size, parser):
-    """Check values and combinations of the flags of trainer_flags and packing_flags."""
-    at_least_one(args, "per_device_train_batch_size per_device_eval_batch_size num_train_epochs "
-                 "logging_steps max_bad_steps collective_timeout wait_timeout lora_rank lora_alpha "
-                 "gradient_accumulation_steps")
-    below_one(args, "lora_dropout dropout validation_split adam_beta2")
-    share(args, "min_lr_ratio warmup_ratio")
-    above_zero(args, "gpu_memory")
-    zero_or_more(args, " ".join(name for name, value in vars(args).items()
-                                if isinstance(value, (int, float))))
-    check_values(args, "seed", lambda seed: seed < 2**62, "be below 2**62")
+def check_trainer(args, world_size, parser, checks):
+    """Check combinations of the flags of trainer_flags; --drop_bad becomes a tuple of `checks`."""
+    names = {name for value in args.drop_bad or () for name in value.split(",") if name}
+    require(names <= {*checks}, f"--drop_bad: there are the checks {', '.join(checks)}")
+    names |= {"too_long"} if args.drop_too_long else set()
+    args.drop_bad = tuple(name for name in checks if name in names or args.drop_bad == [])
     args.report_to = [name for name in args.report_to if name != "none"]
     for name in args.report_to:
         require_package(name, f"--report_to {name}")
-    for name in ("lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules", "use_rslora",
-                 "use_dora"):
-        usual = getattr(args, name, None) == parser.get_default(name)
-        require(usual or args.use_lora, f"--{name} needs --use_lora")
-    most = max(cpus_per_rank(), parser.get_default("num_workers"))
+    for name, value in vars(args).items():
+        if re.match("lora_|use_rslora|use_dora|train_audio", name) and not args.use_lora:
+            require(value == parser.get_default(name), f"--{name} needs --use_lora")
+    most = max(2, CPUS // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     if args.num_workers > most and args.dry_run is None:
-        notice(f"--num_workers {args.num_workers}: {most} a rank, of {CPUS} CPUs")
+        if args.num_workers != parser.get_default("num_workers"):
+            notice(f"--num_workers {args.num_workers}: {most} a rank, of {CPUS} CPUs")
         args.num_workers = most
     # --parallel; hsdp:N becomes parallel and shard_size
     if "zero3" in args.parallel:        # DeepSpeed's stage 3 shards the same tensors as FSDP2
@@ -387,14 +382,16 @@ def check_trainer(args, world_size, parser):
     args.shard_size = int(size or usual_size) if args.parallel == "hsdp" else 0
     require(not args.shard_size or world_size % args.shard_size == 0, f"--parallel hsdp: "
             f"{plural(world_size, 'rank')} cannot be cut into groups of {args.shard_size}")
-    require(args.parallel != "ddp" or getattr(args, "reshard_after_forward", True)
-            and not getattr(args, "cpu_offload", False),
-            "--no-reshard_after_forward and --cpu_offload need --parallel fsdp or hsdp")
 
 
-def check_precision(args):
-    """Check the flags that --float8, --fp16 and --base_dtype need or exclude."""
+def check_packing(args, world_size, parser, checks, usual=0):
+    """Check combinations of the flags of trainer_flags and packing_flags. Unless it is given,
+    derive --gradient_accumulation_steps from --global_batch_size or `usual` samples per step; for
+    packs of tokens only the plan of --auto can do so."""
+    check_trainer(args, world_size, parser, checks)
     ddp, lora = args.parallel == "ddp", args.use_lora and not args.use_dora
+    require(not ddp or args.reshard_after_forward and not args.cpu_offload,
+            "--no-reshard_after_forward and --cpu_offload need --parallel fsdp or hsdp")
     require(not args.float8 or args.compile and lora and args.bf16 and ddp,
             "--float8 needs --compile, --use_lora, --bf16 and --parallel ddp, and no --use_dora")
     require(not (args.fp16 and args.bf16), "give --bf16 or --fp16, not both")
@@ -405,21 +402,15 @@ def check_precision(args):
                 "--parallel ddp, and no --use_dora, --float8 or --compile")
         require_package("bitsandbytes", "--base_dtype nf4")
         args.compile = False
-
-
-def set_accumulation(args, world_size, parser, usual=0):
-    """Derive --gradient_accumulation_steps, unless it is given, from --global_batch_size or `usual`
-    samples per step. For packs of tokens only the plan of --auto can do so."""
     # a pack is limited by tokens, not by samples; --auto prefers that
     packs_tokens = args.max_tokens_per_batch > 0 or (
         args.auto and "per_device_train_batch_size" not in args.named)
-    require(not packs_tokens or not getattr(args, "group_by_length", False),
-            "--group_by_length counts samples: not with packs of tokens")
     is_set = args.gradient_accumulation_steps != parser.get_default("gradient_accumulation_steps")
     require(not (is_set and args.global_batch_size),
             "give one of --global_batch_size and --gradient_accumulation_steps")
-    require(args.auto or not (args.global_batch_size and packs_tokens),
-            "--global_batch_size counts samples: not with packs of tokens, unless --auto is given")
+    counts = args.global_batch_size and not args.auto or getattr(args, "group_by_length", False)
+    require(not (counts and packs_tokens), "--global_batch_size, without --auto, and "
+            "--group_by_length count samples: not with packs of tokens")
     if is_set:
         return
     args.gradient_accumulation_steps = 1
@@ -431,15 +422,6 @@ def set_accumulation(args, world_size, parser, usual=0):
         args.gradient_accumulation_steps = max(1, samples // per_micro_step)
     elif args.auto:
         args.global_batch_size = samples
-
-
-def check_drop_bad(args, checks):
-    """Turn args.drop_bad into the tuple of checks whose samples are dropped."""
-    names = {name for value in args.drop_bad or () for name in value.split(",") if name}
-    require(names <= {*checks}, f"--drop_bad: there are the checks {', '.join(checks)}")
-    if args.drop_too_long:
-        names.add("too_long")
-    args.drop_bad = tuple(name for name in checks if name in names or args.drop_bad == [])
 
 
 def set_intervals(args, total_steps, before, validates, **own):

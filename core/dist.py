@@ -173,11 +173,14 @@ def autocast(device, dtype):
     return torch.autocast(device.type, dtype or torch.bfloat16, enabled=dtype is not None)
 
 
-def choose_compile(world, args):
-    """Resolve --compile to True or False, the same on all ranks. auto: on GPUs. Collective."""
+def set_compute(world, args):
+    """Apply --tf32, and make --compile True or False on all ranks. auto: on GPUs. Collective."""
+    if args.tf32:
+        torch.set_float32_matmul_precision("high")
     if args.compile == "auto" and world.device.type != "cuda":
-        return False
-    return bool(args.compile) and all(all_gather(world, kernels.compiles(world.device.type)))
+        args.compile = False
+    if args.compile:
+        args.compile = all(all_gather(world, kernels.compiles(world.device.type)))
 
 
 def compile_layers(layers, **options):

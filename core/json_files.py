@@ -7,7 +7,7 @@ from collections import Counter
 from functools import partial
 from pathlib import Path
 
-from core.cli import SHOWN, UserError, first_line, one_line, problem_text, require
+from core.cli import UserError, first_line, one_line, problem_text, require
 
 BLANK = b"\xef\xbb\xbf \t\r\n"     # white space or a byte order mark around a line
 HALF_CHARACTER = re.compile("[\ud800-\udfff]")      # half of a surrogate pair; json joins pairs
@@ -79,10 +79,7 @@ def read_entries(path):
                         raise UserError(f"{path} line {number}: {error}")
             return
     data = read_json(path, (list, dict), "a list of samples")
-    if isinstance(data, dict):
-        require("messages" in data, f"{path}: is a JSON object without 'messages'")
-        data = [data]
-    for number, value in enumerate(data, 1):
+    for number, value in enumerate([data] if isinstance(data, dict) else data, 1):
         yield f"sample {number}", value
 
 
@@ -122,13 +119,13 @@ class Problem:
 
 
 class Problems:
-    """Counts problems by check, appends them to a folder's LIST at once, as audio may be encoded
-    for hours, and keeps the first SHOWN of those that stop the run."""
+    """Counts problems by check, keeps those that stop the run, and appends all to a folder's LIST
+    at once, as audio may be encoded for hours."""
 
     def __init__(self, drop=(), folder=None):
         """drop: checks whose samples are dropped. folder: None writes no list."""
         self.drop, self.path = drop, Path(folder) / LIST if folder else None
-        self.counts, self.n_fatal, self.fatal = Counter(), 0, []
+        self.counts, self.fatal = Counter(), []
 
     def add(self, problems):
         """Returns self."""
@@ -136,8 +133,7 @@ class Problems:
         for p in problems:
             self.counts[p.check] += 1
             if p.check not in self.drop:
-                self.n_fatal += 1
-                self.fatal = [*self.fatal, p][:SHOWN]
+                self.fatal.append(p)
             entry = p.name.removeprefix(one_line(p.file)).strip(" :")
             row = {"file": p.file, "entry": entry, "check": p.check, "problem": p.reason}
             lines.append(json.dumps(row) + "\n")
@@ -152,5 +148,5 @@ class Problems:
         that stop the run, if any, and then `hint`."""
         where = f"; see {self.path}" if self.path and self.counts else ""
         if self.fatal:
-            raise UserError(problem_text(self.fatal, self.n_fatal) + where + hint)
+            raise UserError(problem_text(self.fatal) + where + hint)
         return ", ".join(f"{n} {check}" for check, n in sorted(self.counts.items())) + where

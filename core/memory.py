@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from core import checkpoint, dist, kernels, metrics
-from core.cli import count_ranks, plural, require
+from core.cli import plural, require
 from core.packing import PackOrder
 
 GIB = 2**30
@@ -350,7 +350,7 @@ def print_plan(args, needed, model, lines, steps, flops=0):
     time = f" · at least {metrics.duration(flops / rate)} on {gpu}" if flops else ""
     print(f"{'FITS' if fits(needed, args) else 'TOO LARGE'} {sum(needed.values()) / GIB:.1f} of "
           f"{limit / GIB:.1f} GiB · {plural(steps, 'step')}{time}",
-          f"plan       {plural(count_ranks(args), 'GPU')}, {args.parallel}, {dtype}",
+          f"plan       {plural(args.ranks, 'GPU')}, {args.parallel}, {dtype}",
           *lines, sep="\n")
     parts = " + ".join(f"{name} {used / GIB:,.2f}" for name, used in needed.items() if used)
     print(f"memory     {parts} GiB")

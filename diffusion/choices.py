@@ -4,8 +4,7 @@ so mistakes in flags are reported before torch is imported.
 import math
 from dataclasses import dataclass, fields
 
-from core import cli
-from core.cli import at_least_one, require, zero_or_more
+from core.cli import check_trainer, require
 
 # regions of a document; gsm8k's answer is PLAN; FILL follows an end token
 QUESTION, PLAN, EXECUTION, FILL = 0, 1, 2, 3
@@ -62,8 +61,7 @@ class Layout:
 
     def check(self):
         """Raise UserError if blocks do not fit evenly, or a setting would have no effect."""
-        at_least_one(self, "block_size question_budget plan_budget execution_budget max_length")
-        zero_or_more(self, "plan_block_size execution_block_size")
+        require(all(size > 0 for size in self.block_sizes), "a block has at least 1 token")
         hdp = self.system == "hdp"
         require(hdp or not (self.plan_block_size or self.execution_block_size),
                 "--plan_block_size and --execution_block_size need --system hdp")
@@ -126,10 +124,7 @@ def check_flags(args, world_size, parser):
             lora = flag == "learning_rate" and args.use_lora
             setattr(args, flag, value * 10 if lora else value)
     args.global_batch_size = total or args.problems_per_batch * args.gradient_accumulation_steps
-    cli.check_trainer(args, world_size, parser)
-    cli.at_least_one(args, "problems_per_batch max_steps eval_repeats demo")
-    cli.below_one(args, "ema_decay")
-    cli.check_drop_bad(args, CHECKS)
+    check_trainer(args, world_size, parser, CHECKS)
     chat, hdp, demo = args.system == "chat", args.system == "hdp", args.demo is not None
     validated = args.eval_data_file or demo or args.validation_split
     for bad, message in (
@@ -145,9 +140,7 @@ def check_flags(args, world_size, parser):
             (not validated and (args.eval_accuracy or args.clip_search_widths),
              "--eval_accuracy and --clip_search_widths need validation data"),
             (chat and (args.eval_accuracy or args.strip_calculator or args.loss_on_question),
-             "--system chat has no --eval_accuracy, --strip_calculator or --loss_on_question"),
-            (not all(0 < width < 1 for width in args.clip_search_widths),
-             f"--clip_search_widths {args.clip_search_widths}: widths must lie between 0 and 1")):
+             "--system chat has no --eval_accuracy, --strip_calculator or --loss_on_question")):
         require(not bad, message)
     layout = layout_of(args)
     layout.check()

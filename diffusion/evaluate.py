@@ -34,7 +34,7 @@ def build_parser():
     task = p.add_mutually_exclusive_group(required=True)
     task.add_argument("--bound", help="bound the likelihood of a file's answers", metavar="FILE")
     task.add_argument("--tasks", help="names of lm-eval's tasks, or YAML files of tasks", nargs="+")
-    p.flag("--draws", 16, "draws of the noise for each bound")
+    p.flag("--draws", 16, "of the noise for a bound", ("be at least 2", lambda v: v >= 2))
     p.flag("--num_fewshot", 0, "solved examples before each question")
     return p
 

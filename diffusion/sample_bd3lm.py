@@ -25,8 +25,8 @@ def answer_flags(p):
     p.switch("--drop_too_long", "leave out texts that are too long, and count them")
     p.flag("--order", "first_hitting", "a pass fills one random token, or all above --threshold",
            choices=("first_hitting", "confidence"))
-    p.flag("--threshold", 0.9, "confidence: least probability of a token, 0 to 1")
-    p.flag("--batch_size", 64, "texts per batch")
+    p.flag("--threshold", 0.9, "confidence: least probability of a token, 0 to 1", cli.PROBABILITY)
+    p.flag("--batch_size", 64, "texts per batch", cli.COUNT)
     p.flag("--seed", 0, "seed of the sampling")
     p.switch("--bf16", "bfloat16 compute")
     p.flag("--device", None, "default: cuda if there is one", choices=("cpu", "cuda"))
@@ -40,17 +40,12 @@ def build_parser():
     source.add_argument("--test_file", help="problems or chats: file, dataset folder, hub name")
     source.add_argument("--question", help="questions to answer", nargs="+", metavar="TEXT")
     p.flag("--temperature", 0.0, "0 = greedy, 1 = the model's distribution")
-    p.flag("--min_accuracy", 0.0, "exit status 1 below this share of right answers")
+    p.flag("--min_accuracy", 0.0, "exit status 1 below this share of right answers", cli.SHARE)
     return p
 
 
 def check_flags(args, world_size):
     """Raise UserError for values of these or evaluate.py's flags that are invalid or unused."""
-    cli.at_least_one(args, "batch_size")
-    cli.zero_or_more(args, "limit seed temperature num_fewshot")
-    cli.share(args, "min_accuracy")
-    cli.check_values(args, "draws", lambda v: v > 1, "be at least 2: one has no error")
-    cli.check_values(args, "threshold", lambda v: 0 < v <= 1, "be above 0, up to 1")
     require(args.threshold == 0.9 or args.order == "confidence",
             "--threshold needs --order confidence")
     require(not getattr(args, "min_accuracy", 0) or args.test_file,

@@ -12,7 +12,6 @@ split of it trains the same model. Validation and early stopping use the average
 On SIGTERM, SIGUSR1 or a file OUTPUT_DIR/stop the run finishes the step, saves a checkpoint, writes
 OUTPUT_DIR/requeue for the launcher and exits with status 0. Rerun the same command to resume.
 """
-import argparse
 import dataclasses
 import sys
 from functools import partial
@@ -21,72 +20,64 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # core/ is next to this folder
 
 from core import cli
+from core.cli import BELOW_1, COUNT
 from diffusion import choices
 
 # ---- Flags
 p = cli.Parser("Train block diffusion on questions and answers, or on chats.")
 flag, switch = p.flag, p.switch
-cli.trainer_flags(p)    # of every trainer: --config, --use_lora, --bf16, --output_dir, ...
+cli.trainer_flags(p, choices.CHECKS)   # of every trainer: --config, --use_lora, --seed, ...
 p.set_defaults(lora_rank=32, lr_scheduler="constant", weight_decay=0.0, logging_steps=50,
-               num_workers=min(16, cli.cpus_per_rank()))
+               num_workers=16, per_device_eval_batch_size=32, compile=False)
 # data
 flag("--system", "gsm8k", "gsm8k: question, answer; chat: the answers of chats; hdp: question, "
      "plan, execution", choices=("gsm8k", "chat", "hdp"))
 flag("--train_data_file", None, "JSONL, JSON, dataset folder (its train split) or hub name")
-flag("--eval_data_file", None, "validation data; without it --validation_split is held out")
-flag("--validation_split", 0.05, "share of problems held out, 0 = none")
+flag("--validation_split", 0.05, "share of problems held out, 0 = none", BELOW_1)
 flag("--tokenizer", None, "tokenizer.json, folder, or hub name (default: --init_from's, gpt2)")
 switch("--chat", "gsm8k: use the tokenizer's chat template, with its end of turn")
 flag("--end_token", "", "end of an answer (default: <|endoftext|>; chats: the tokenizer's)")
 flag("--demo", None, "train on this many arithmetic problems (2000), made in OUTPUT_DIR/demo",
-     nargs="?", type=int, const=2000, metavar="PROBLEMS")
-flag("--block_size", 16, "tokens per block; 1: autoregressive (default: --init_from's, or 16)")
+     COUNT, nargs="?", type=int, const=2000, metavar="PROBLEMS")
+flag("--block_size", 16, "block size; 1: autoregressive (default: --init_from's, or 16)", COUNT)
 flag("--plan_block_size", 0, "hdp: tokens per plan block, 0 = --block_size")
 flag("--execution_block_size", 0, "hdp: tokens per execution block, 0 = --block_size")
-flag("--max_length", 512, "gsm8k, chat: most tokens of a problem")
-flag("--question_budget", 128, "hdp: most tokens of a question")
-flag("--plan_budget", 128, "hdp: most tokens of a plan, with its markers")
-flag("--execution_budget", 256, "hdp: most tokens of an execution, with its answer")
-flag("--drop_bad", None, "list bad problems in OUTPUT_DIR/problems.jsonl instead of stopping",
-     nargs="*", metavar="CHECK")
-switch("--drop_too_long", argparse.SUPPRESS)        # the same as --drop_bad too_long
+flag("--max_length", 512, "gsm8k, chat: most tokens of a problem", COUNT)
+flag("--question_budget", 128, "hdp: most tokens of a question", COUNT)
+flag("--plan_budget", 128, "hdp: most tokens of a plan, with its markers", COUNT)
+flag("--execution_budget", 256, "hdp: most tokens of an execution, with its answer", COUNT)
 switch("--strip_calculator", "remove GSM8K's <<48/2=24>> marks")
 switch("--loss_on_question", "noise and train the question, too")
-flag("--pack", True, "pack several problems into a row instead of padding; same loss",
-     action=argparse.BooleanOptionalAction)
+switch("--pack", "several problems a row instead of padding; same loss; --no-pack", default=True)
 flag("--row_length", 0, "clean tokens per row, 0 = the longest allowed problem")
 # model and noise
 flag("--model_size", "small", "nano is for demos", choices=("nano", "tiny", "small", "medium"))
 flag("--init_from", None, "folder or hub name: BD3-LM, MDLM, a language model, or this trainer's")
-flag("--dropout", 0.1, "dropout on the outputs of attention and MLP, 0 to 1")
+flag("--dropout", 0.1, "dropout on the outputs of attention and MLP, 0 to 1", BELOW_1)
 flag("--t_range", None, "trained noise levels, and limits for the masked share of a block "
      "(default: all; 1 for single tokens)", type=float, nargs=2, metavar=("LOW", "HIGH"))
 flag("--clip_search_widths", (), "train on the range of one of these widths with least variance",
-     type=float, nargs="*", metavar="WIDTH")
+     ("lie between 0 and 1", lambda v: 0 < v < 1), type=float, nargs="*", metavar="WIDTH")
 flag("--loss_weighting", "elbo", "elbo: weights of the bound; ce: 1", choices=("elbo", "ce"))
-flag("--ema_decay", 0.9999, "decay of the averaged weights, after its warm-up")
-flag("--lora_target_modules", "all-linear", "all-linear, or name endings such as q_proj,v_proj",
-     type=cli.alias(all="all-linear"))
+flag("--ema_decay", 0.9999, "decay of the averaged weights, after its warm-up", BELOW_1)
+flag("--lora_target_modules", "all-linear", "or name endings", type=cli.alias(all="all-linear"))
 # batch and length of the run
 flag("--batch_preset", None, "sets the next two, rate, warm-up and steps (default: recommended; "
      "finetune with --init_from)", choices=tuple(choices.PRESETS))
-flag("--problems_per_batch", None, "problems per micro-step and rank (default: preset's)", type=int)
-flag("--gradient_accumulation_steps", None, "micro-steps per step (default: preset's)", type=int)
-flag("--per_device_train_batch_size", None, "rows, instead of --problems_per_batch", type=int)
+flag("--problems_per_batch", None, "problems per micro-step (default: preset's)", COUNT, type=int)
+flag("--gradient_accumulation_steps", None, "micro-steps (default: preset's)", COUNT, type=int)
+flag("--per_device_train_batch_size", None, "rows, not --problems_per_batch", COUNT, type=int)
 flag("--global_batch_size", 0, "problems per step on all ranks; sets the unset one of these two")
-flag("--per_device_eval_batch_size", 32, "rows per validation batch")
-flag("--max_steps", None, "optimizer steps (default: preset's)", type=int)
+flag("--max_steps", None, "optimizer steps (default: preset's)", COUNT, type=int)
 # optimization
 flag("--learning_rate", None, "peak (default: preset's; 10 times that with --use_lora)", type=float)
 flag("--warmup_steps", None, "optimizer steps of linear warm-up (default: preset's)", type=int)
 flag("--scale_lr_from_batch", 0, "multiply the rate by sqrt(problems / N), 0 = off", metavar="N")
 # speed and memory
-switch("--compile", "torch.compile each layer")
-flag("--attn_backend", None, "block-sparse or dense masks (default: flex on CUDA, sdpa on a CPU)",
-     choices=("flex", "sdpa"))
+flag("--attn_backend", None, "masks (default: flex on CUDA, else sdpa)", choices=("flex", "sdpa"))
 # logging, validation, checkpoints
 flag("--eval_steps", None, "steps between validations, 0 = at the end (default: 500)", type=int)
-flag("--eval_repeats", 4, "draws of the noise in a validation, for its error bar")
+flag("--eval_repeats", 4, "draws of the noise in a validation, for its error bar", COUNT)
 flag("--eval_accuracy", 0, "held-out problems to answer in every validation", metavar="PROBLEMS")
 flag("--best_by", "bound", "metric of the best checkpoint; ties of accuracy go by the bound",
      choices=("bound", "accuracy"))
@@ -108,12 +99,9 @@ from diffusion import blocks, dit, elbo, problems
 
 # ---- Ranks. A dry run joins no other process and writes nothing.
 world, watch, work_dir = run.start(args)
-ranks = cli.count_ranks(args)
-main_rank, device = world.is_main, world.device
+main_rank, device, ranks = world.is_main, world.device, args.ranks
 print0 = partial(print, sep="\n") if main_rank else lambda *lines: None
-args.compile = dist.choose_compile(world, args)
-if args.tf32:
-    torch.set_float32_matmul_precision("high")
+dist.set_compute(world, args)
 backend = args.attn_backend or ("flex" if device.type == "cuda" else "sdpa")
 cli.require(dry or backend == "sdpa" or device.type == "cuda", "--attn_backend flex trains on CUDA "
             "only: torch has no backward for it on a CPU; drop the flag")

@@ -18,7 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # the folder of core/
 
 from core import cli
-from core.cli import UserError, one_line, require
+from core.cli import ABOVE_0, COUNT, PROBABILITY, UserError, one_line, require
 from distill import teachers
 from distill.teachers import PARSERS, make_parser, read_label
 
@@ -59,22 +59,22 @@ def build_parser():
     p.flag("--thinking", "default", "enable_thinking of the chat template; on: reject answers "
            "without a closed thought", choices=("default", "on", "off"))
     # answers
-    p.flag("--max_tokens", 1024, "most tokens of an answer, including thoughts")
+    p.flag("--max_tokens", 1024, "most tokens of an answer, including thoughts", COUNT)
     p.flag("--temperature", 0.15, "sampling temperature; 0: greedy, no retries")
-    p.flag("--top_p", 1.0, "sample from the likeliest tokens of this total probability")
+    p.flag("--top_p", 1.0, "sample from likeliest tokens of this total probability", PROBABILITY)
     p.flag("--top_k", 0, "sample from this number of likeliest tokens; 0: all")
     p.flag("--max_retries", 3, "further attempts for a line, each with another seed")
     p.flag("--seed", 0, "seed of the sampling")
     # engines
-    p.flag("--chunk_size", 1024, "vllm, transformers: lines per call of the engine")
-    p.flag("--batch_size", 16, "transformers: lines generated together")
-    p.flag("--tensor_parallel_size", 1, "vllm: GPUs that share each layer")
-    p.flag("--pipeline_parallel_size", 1, "vllm: groups of GPUs among which the layers are divided")
-    p.flag("--gpu_memory_utilization", 0.9, "vllm: share of each GPU's memory, 0 to 1")
+    p.flag("--chunk_size", 1024, "vllm, transformers: lines per call of the engine", COUNT)
+    p.flag("--batch_size", 16, "transformers: lines generated together", COUNT)
+    p.flag("--tensor_parallel_size", 1, "vllm: GPUs that share each layer", COUNT)
+    p.flag("--pipeline_parallel_size", 1, "vllm: groups of GPUs that share the layers", COUNT)
+    p.flag("--gpu_memory_utilization", 0.9, "vllm: share of each GPU's memory, 0 to 1", PROBABILITY)
     p.switch("--enforce_eager", "vllm: no compilation, no CUDA graphs: starts sooner")
     p.flag("--base_url", None, "openai: http://localhost:8000/v1; the key is in OPENAI_API_KEY")
-    p.flag("--concurrency", 64, "openai: concurrent requests")
-    p.flag("--request_timeout", 600.0, "openai: seconds per request; retried for twice as long")
+    p.flag("--concurrency", 64, "openai: concurrent requests", COUNT)
+    p.flag("--request_timeout", 600.0, "openai: seconds a request; retried twice as long", ABOVE_0)
     return p
 
 
@@ -94,11 +94,6 @@ def check_flags(args, world_size):
                     f"--{flag} is for the engine {other}, not {args.engine}" + (
                         ": there is no vLLM here, see launch/create_data_h100x8.sh"
                         if other == "vllm" and not vllm else ""))
-    cli.at_least_one(args, "max_tokens chunk_size tensor_parallel_size pipeline_parallel_size "
-                           "concurrency batch_size")
-    cli.zero_or_more(args, "temperature top_k max_retries max_model_len seed")
-    cli.above_zero(args, "request_timeout top_p gpu_memory_utilization")
-    cli.share(args, "top_p gpu_memory_utilization")
     require(args.temperature or not args.max_retries, "--temperature 0 needs --max_retries 0")
     require(args.prompt_role == "user" or args.parser != "language",
             "--prompt_role system needs --parser whole or regex")

@@ -21,7 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # the folder of core/
 
 from core import cli
-from core.cli import UserError, require
+from core.cli import COUNT, SHARE, UserError, require
 from distill import teachers
 from distill.teachers import PARSERS, Parser, make_parser, read_label
 
@@ -46,22 +46,20 @@ def build_parser():
     p.flag("--eval_data_file", None, "chats to evaluate on, instead of the held-out ones")
     p.flag("--unrelated", None, "other chats, answered by the base, to measure forgetting")
     # answers
-    p.flag("--max_new_tokens", 128, "most tokens of an answer")
-    p.flag("--batch_size", 16, "answers generated together")
+    p.flag("--max_new_tokens", 128, "most tokens of an answer", COUNT)
+    p.flag("--batch_size", 16, "answers generated together", COUNT)
     p.flag("--parser", "whole", "label: language line, --pattern, or whole answer", choices=PARSERS)
     p.flag("--pattern", None, "--parser regex: form of the label's line, the label as group")
     p.flag("--labels", None, "allowed labels, comma-separated (default: those of the data)")
     p.flag("--follows", None, "regular expression that matches answers that follow the prompt")
     p.flag("--topic", None, f"expression for the question; its group fills {TOPIC} in --follows")
     p.flag("--min_closed", 0.0, "least fraction closed, 0 to 1, in KL and in following; exit "
-           "status 1 below it, or if the --control reaches it in both")
+           "status 1 below it, or if the --control reaches it in both", SHARE)
     return p
 
 
 def check_flags(args, world_size):
     """Raise UserError for values and combinations that would fail later or have no effect."""
-    cli.at_least_one(args, "max_new_tokens batch_size")
-    cli.share(args, "min_closed")
     try:
         re.compile((args.follows or "").replace(TOPIC, "x"))
         groups = re.compile(args.topic or "()").groups

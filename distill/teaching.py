@@ -7,7 +7,6 @@ vocabulary, which is checked token by token. Does not import torch: flags are pa
 from itertools import compress
 from pathlib import Path
 
-from core import cli
 from core.cli import UserError, require
 
 # {flag: flags of which it needs one}
@@ -19,11 +18,10 @@ NEEDED = {"prompt_role": "prompt_file", "teacher_name": "teacher_url", "keep_wei
 
 def check_flags(args, parser):
     """UserError for flags that would fail later or do nothing. The base is the default teacher."""
-    def is_set(flag):
-        return getattr(args, flag) != parser.get_default(flag)
     args.teacher_path = args.teacher_path or (args.prompt_file and args.model_path)
     for flag, others in NEEDED.items():
-        require(not is_set(flag) or any(getattr(args, other) for other in others.split()),
+        unset = getattr(args, flag) == parser.get_default(flag)
+        require(unset or any(getattr(args, other) for other in others.split()),
                 f"--{flag} needs --{others.replace(' ', ' or --')}")
     if args.teacher_url:
         require(args.teacher_path and Path(args.teacher_path).is_dir(),     # a name would download
@@ -41,10 +39,6 @@ def check_flags(args, parser):
         require(args.compile is not True,
                 "--compile and a teacher exclude each other, as --keep does: shapes change")
         args.compile = False
-    cli.above_zero(args, "distill_weight js_beta keep_weight")
-    cli.share(args, "distill_weight on_policy")
-    cli.at_least_one(args, "max_new_tokens keep_every")
-    cli.below_one(args, "js_beta")
     require(not args.base_url or args.on_policy and args.use_lora and not args.use_dora,
             "--base_url needs --on_policy and --use_lora, without --use_dora: vLLM loads adapters")
     require(not args.on_policy or args.distill_weight == 1,

@@ -12,13 +12,12 @@ On SIGTERM, SIGUSR1 or a file OUTPUT_DIR/stop the run finishes the step, saves a
 OUTPUT_DIR/requeue for the launcher and exits with status 0. Rerun the same command to resume.
 """
 import sys
-from argparse import SUPPRESS
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # the folder of core/
 
 from core import cli
-from core.cli import require
+from core.cli import ABOVE_0, BELOW_1, COUNT, PROBABILITY, SHARE, SUPPRESS, require
 
 LORA_RATE, FULL_RATE = 2e-4, 2e-5       # LoRA takes about ten times the rate (tinker-cookbook)
 GLOBAL_BATCH = 128      # samples an optimizer step, unless flags say otherwise
@@ -28,25 +27,21 @@ CHECKS = ("invalid", "template", "too_long")    # of --drop_bad
 p = cli.Parser("Fine-tune a causal language model on chats.")
 flag, switch = p.flag, p.switch
 # of every trainer: --config, --dry_run, --use_lora, --seed, --auto, --bf16, --output_dir, ...
-cli.trainer_flags(p)
+cli.trainer_flags(p, CHECKS)
 cli.packing_flags(p)    # of speech and chats: --max_tokens_per_batch, --eval_steps, --compile, ...
-p.set_defaults(lora_rank=32, adam_beta2=0.95, parallel=None, save_total_limit=2,
+p.set_defaults(lora_rank=32, adam_beta2=0.95, parallel=None, save_total_limit=2, learning_rate=None,
+               gradient_accumulation_steps=None,
                num_train_epochs=4, per_device_train_batch_size=16, per_device_eval_batch_size=16)
 # model
 flag("--model_path", None, "folder or hub name of a transformers causal LM", required=True)
 flag("--lora_target_modules", "all-linear", "or name endings", type=cli.alias(all="all-linear"))
 # data
 flag("--train_data_file", None, "chats: JSONL or .parquet, or a pattern of files", required=True)
-flag("--eval_data_file", None, "validation data; without it --validation_split is held out")
-flag("--validation_split", 0.0, "share of groups held out, by a seeded shuffle")
-flag("--group_size", 1, 'number of neighbours by "id" or line that are held out together')
+flag("--validation_split", 0.0, "share of groups held out, by a seeded shuffle", BELOW_1)
+flag("--group_size", 1, 'number of neighbours by "id" or line held out together', COUNT)
 flag("--chat_template", None, "Jinja file to use and save instead of the model's template")
 flag("--enable_thinking", "template", "template setting", choices=("template", "true", "false"))
 flag("--train_turns", "all", "answers to train, rendered at their turns", choices=("all", "last"))
-flag("--max_length", 0, "most tokens per sample, including the teacher's; 0 = model's positions")
-flag("--drop_bad", None, "leave out bad samples, listed in OUTPUT_DIR/problems.jsonl: all, or of "
-     f"these checks: {', '.join(CHECKS)}", nargs="*", metavar="CHECK")
-switch("--drop_too_long", SUPPRESS)        # the same as --drop_bad too_long
 # distillation
 known = len(p._actions)
 flag("--teacher_path", None, "model that scores the answers (default with a prompt: the base)")
@@ -55,24 +50,20 @@ flag("--teacher_name", None, "the teacher's name on the server (default: --teach
 flag("--prompt_file", None, "prompt that only the teacher reads")
 flag("--prompt_role", "user", "message that gets the prompt", choices=("user", "system"))
 flag("--divergence", "forward", "KL or Jensen-Shannon", choices=("forward", "reverse", "js"))
-flag("--js_beta", 0.5, "the teacher's share in js's mixture, between 0 and 1")
-flag("--on_policy", 0.0, "share of samples whose answer the student generates at each step")
-flag("--max_new_tokens", 128, "most tokens of an answer generated for --on_policy")
+flag("--js_beta", 0.5, "js: the teacher's share", ("be above 0 and below 1", lambda v: 0 < v < 1))
+flag("--on_policy", 0.0, "share of samples whose answer the student generates", SHARE)
+flag("--max_new_tokens", 128, "most tokens of an answer generated for --on_policy", COUNT)
 flag("--base_url", None, "vLLM server that generates --on_policy answers")
 flag("--request_timeout", 240.0, "seconds per request; a step retries for twice as long")
 flag("--distill_topk", 0, "compare the teacher's K likeliest tokens; the rest as one", metavar="K")
-flag("--distill_weight", 1.0, "weight of the divergence in the loss; the rest is cross-entropy")
+flag("--distill_weight", 1.0, "weight of the divergence; the rest is cross-entropy", PROBABILITY)
 flag("--keep", None, "chats on which the loss keeps the student close to the base")
-flag("--keep_weight", 1.0, "weight of the --keep divergence, added every 4 steps (--keep_every)")
-flag("--keep_every", 4, SUPPRESS)
+flag("--keep_weight", 1.0, "weight of its divergence, added every 4 steps (--keep_every)", ABOVE_0)
+flag("--keep_every", 4, SUPPRESS, COUNT)
 DISTILLING = [action.dest for action in p._actions[known:]]
-# batch and learning rate
-flag("--gradient_accumulation_steps", None, "micro-steps per step (default: --global_batch_size's)",
-     type=int)
-flag("--global_batch_size", 0, f"samples per step; derives accumulation (default: {GLOBAL_BATCH})")
-flag("--learning_rate", None, f"peak (default: {FULL_RATE:g}, LoRA {LORA_RATE:g})", type=float)
-flag("--min_lr_ratio", 0.1, "final learning rate as a share of the peak")
-flag("--warmup_ratio", 0.1, "share of the run that is linear warm-up")
+# learning rate
+flag("--min_lr_ratio", 0.1, "final learning rate as a share of the peak", SHARE)
+flag("--warmup_ratio", 0.1, "share of the run that is linear warm-up", SHARE)
 
 
 def check_flags(args, world_size):
@@ -83,16 +74,12 @@ def check_flags(args, world_size):
         args.parallel = "fsdp" if asked or not alone else "ddp"
     if args.learning_rate is None:
         args.learning_rate = LORA_RATE if args.use_lora else FULL_RATE
-    cli.check_trainer(args, world_size, p)
-    cli.check_precision(args)
-    cli.check_drop_bad(args, CHECKS)
-    cli.at_least_one(args, "group_size")
+    cli.check_packing(args, world_size, p, CHECKS, GLOBAL_BATCH)
     if any(getattr(args, name) != p.get_default(name) for name in DISTILLING):
         from distill import teaching
         teaching.check_flags(args, p)
     require(not (args.eval_data_file and args.validation_split),
             "give one of --eval_data_file and --validation_split, not both")
-    cli.set_accumulation(args, world_size, p, GLOBAL_BATCH)
 
 
 # parsed before torch is imported, so --help and wrong flags are answered at once
@@ -113,10 +100,7 @@ if args.use_lora:
 
 # ---- Ranks. A dry run joins no other process and writes nothing.
 world, watch, work_dir = run.start(args)
-ranks = cli.count_ranks(args)
-main_rank, device = world.is_main, world.device
-if args.tf32:
-    torch.set_float32_matmul_precision("high")
+main_rank, device, ranks = world.is_main, world.device, args.ranks
 dtype = causal_lm.half_dtype(args)
 print0 = partial(print, sep="\n") if main_rank else lambda *lines: None
 
@@ -169,7 +153,7 @@ if args.auto or dry:
         plan.choose(args, world, ranks, model, table.lengths[train_ids], table.targets[train_ids],
                     kept)
         model, parts = empty_model(folder)      # with the chosen recomputation
-args.compile = dist.choose_compile(world, args)
+dist.set_compute(world, args)
 
 # ---- Resume
 identity = None     # must be equal in a checkpoint and the run that resumes it

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
-from core import cli
-from core.cli import one_line, require
+from core.cli import SHARE, one_line, require
 from core.json_files import HALF_CHARACTER
 
 DEFAULT_SYSTEM = "Generate audio following instruction."
@@ -122,15 +121,17 @@ def data_flags(p):
          "number of passes per epoch (default: 1)", nargs="+", metavar="PATH[:WEIGHT]")
     flag("--train_data_dir", None, "the same for folders: of prepare_tts.py, with metadata.json, "
          "or audio with texts next to it", nargs="+", metavar="PATH[:WEIGHT]")
-    flag("--eval_data_file", None, "validation data; without it --validation_split is held out")
     flag("--eval_data_dir", None, "validation folder, like --train_data_dir")
+    flag("--model_path", None, "folder or hub name of Higgs-Audio V2 or TTS 3", required=True)
+    flag("--audio_tokenizer_path", None, "native audio tokenizer, folder or hub name")
+    flag("--code_cache", None, "encoded audio, shared by runs (default: OUTPUT_DIR/codes)")
     flag("--columns", "", "columns of a table, as in docs/data.md", metavar="MEANING=NAME,...")
     flag("--task_type", TASK_TYPES[1], "prompt form; not for ChatML", choices=TASK_TYPES)
     flag("--normalize_text", None, "normalise punctuation and sound tags as boson-ai's inference "
          "does (default: on for Higgs-Audio V2, off for Higgs TTS 3)", choices=("on", "off"))
     flag("--reference", "given", "clip before the text, to clone; not for ChatML",
          choices=("given", "same_speaker", "none"))
-    flag("--reference_share", 1.0, "share of samples that keep their reference, drawn by --seed")
+    flag("--reference_share", 1.0, "share that keeps its reference, drawn by --seed", SHARE)
 
 
 def check_data(args):
@@ -144,7 +145,6 @@ def check_data(args):
     if args.columns:
         from speech import convert
         convert.check_columns(args.columns)
-    cli.share(args, "reference_share")
     require(args.reference != "none" or args.reference_share == 1,
             "--reference none: drop --reference_share")
     for path, weight, _ in source_paths(args):

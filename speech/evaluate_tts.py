@@ -25,16 +25,14 @@ from core.cli import UserError, problem_text, require
 from speech import judges
 
 p = cli.Parser(__doc__.partition("\n")[0])
-p.usage = "%(prog)s FOLDER [FOLDER ...] [--flag value ...]"
 p.add_argument("folders", nargs="+", metavar="FOLDER", help="folder of generate_tts.py")
 judges.judge_flags(p)
 p.switch("--mos", "estimate naturalness by DNSMOS, of the package speechmos")
 p.flag("--device", "auto", "auto: a GPU if there is one", choices=("auto", "cuda", "cpu"))
-p.flag("--batch_size", 8, "samples per batch of Whisper")
+p.flag("--batch_size", 8, "samples per batch of Whisper", cli.COUNT)
 
 
 def check_flags(args, world_size):
-    cli.at_least_one(args, "batch_size")
     judges.check_judges(args)
     if args.mos:
         cli.require_package("speechmos", "--mos", "speechmos onnxruntime librosa")

@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # core/ is there
 
 from core import cli
-from core.cli import UserError, plural, require
+from core.cli import ABOVE_0, COUNT, PROBABILITY, SEED, SHARE, UserError, plural, require
 from speech import conversations, judges
 
 # ---- Flags: name, default, help
@@ -42,13 +42,13 @@ flag("--normalize_text", None, "normalise punctuation and sound tags as boson-ai
 # how
 flag("--temperature", None, "0 = greedy (default: 1, TTS 3: 0.8)", type=float)
 flag("--top_k", None, "draw from this many codes, 0 = all (default: 50, TTS 3: 30)", type=int)
-flag("--top_p", None, "draw from this total probability (default: 0.95, TTS 3: 0.8)", type=float)
+flag("--top_p", None, "probability drawn from (default: 0.95, TTS 3: 0.8)", PROBABILITY, type=float)
 flag("--ras_window", None, "V2: a code that occurs twice in this many rows is drawn again, 0 = off "
      "(default: 7)", type=int)
-flag("--max_seconds", 30.0, "longest speech; longer speech is cut off and reported")
-flag("--seed", 42, "seed of the sampling")
-flag("--batch_size", 4, "prompts generated together on each device")
-flag("--best_of", 1, "takes per text; keep the best by end-of-stream, then errors, then likeness")
+flag("--max_seconds", 30.0, "longest speech; longer speech is cut off and reported", ABOVE_0)
+flag("--seed", 42, "seed of the sampling", SEED)
+flag("--batch_size", 4, "prompts generated together on each device", COUNT)
+flag("--best_of", 1, "takes per text; keep the best by end-of-stream, errors, likeness", COUNT)
 flag("--split_text", 0, "speak longer texts in parts of at most N characters, 0 = off", metavar="N")
 flag("--stream", None, "write each part of one --text, cut by --split_text, as soon as it is "
      "spoken: to this WAV file, or raw (24 kHz, 16 bit) to stdout: -", metavar="FILE")
@@ -57,7 +57,7 @@ judges.judge_flags(p)
 flag("--output_dir", "./spoken", "folder for the results; shared by all nodes")
 switch("--overwrite", "first delete results of an earlier run in --output_dir")
 flag("--max_cer", None, "write best.jsonl, training data: --best_of takes that ended by themselves "
-     "with at most this character error rate", type=float, metavar="SHARE")
+     "with at most this character error rate", SHARE, type=float, metavar="SHARE")
 switch("--save_codes", "also write <name>.npy, the codec codes (frames, 8) int16")
 
 BEST = "best.jsonl"     # written with --max_cer
@@ -71,12 +71,6 @@ def check_flags(args, world_size):
     args.reference_text = (args.reference_text or "").strip() or None
     require(args.reference_audio or not args.reference_text,
             "--reference_text is the transcript of --reference_audio")
-    cli.zero_or_more(args, "temperature top_k ras_window seed split_text")
-    cli.check_values(args, "seed", lambda seed: seed < 2**62, "be below 2**62")
-    cli.check_values(args, "top_p", lambda top_p: 0 < top_p <= 1, "be more than 0 and at most 1")
-    cli.above_zero(args, "max_seconds")
-    cli.at_least_one(args, "batch_size best_of")
-    cli.share(args, "max_cer")
     judges.check_judges(args)
     listens = args.asr_model or args.asr_command
     require(args.best_of > 1 or not (listens or args.speaker_model),

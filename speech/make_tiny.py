@@ -20,15 +20,13 @@ from core import cli
 
 
 p = cli.Parser(__doc__.partition("\n")[0])
-p.usage = "%(prog)s OUT_DIR [--flag value ...]"
 p.add_argument("out_dir", metavar="OUT_DIR", type=Path, help="folder for the files")
 p.flag("--clips", 48, "number of wav files, and of samples in train.json")
-p.flag("--speakers", 4, "number of voices; they take turns")
+p.flag("--speakers", 4, "number of voices; they take turns", cli.COUNT)
 p.switch("--higgs3", "make a Higgs TTS 3 instead of a V2")
 
 
 def check_flags(args, world_size):
-    cli.at_least_one(args, "speakers")
     cli.require(args.clips >= 2 * args.speakers,
                 f"--clips is {args.clips}; each speaker needs 2, one of them as a reference")
 

@@ -28,7 +28,6 @@ MEASURES = {"wer": ("wer", "word errors", "{:.1%}", 1),
             "loss": ("eval/loss", "validation loss", "{:.4f}", 1)}
 
 p = cli.Parser(__doc__.partition("\n")[0])
-p.usage = "%(prog)s OUT [--flag value ...]"
 p.add_argument("output_dir", metavar="OUT", help="--output_dir of a run of train_v2_ddp.py")
 p.flag("--prompts", None, "file of prompts, as generate_tts.py takes it")
 p.flag("--by", "wer", "deciding metric; of equal checkpoints the earlier wins", choices=MEASURES)
@@ -47,7 +46,6 @@ def check_flags(args, world_size):
     judge = args.speaker_model if args.by == "sim" else args.asr_model or args.asr_command
     require(args.by == "loss" or args.prompts and judge, f"--by {args.by} needs --prompts and "
             f"{'--speaker_model' if args.by == 'sim' else '--asr_model or --asr_command'}")
-    cli.zero_or_more(args, "patience seed")
     require(args.follow or not args.patience, "--patience needs --follow")
 
 

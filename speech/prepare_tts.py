@@ -20,7 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))     # the folder of core/
 
 from core import cli
-from core.cli import CPUS, UserError, require
+from core.cli import COUNT, CPUS, UserError, require
 from speech.conversations import CHECKS, LONGEST_CLIP_S, check_data, data_flags
 
 SOUND_ERRORS = ("too_short", "silence")     # besides those of CHECKS
@@ -32,33 +32,28 @@ ERRORS = (*CHECKS, *SOUND_ERRORS)
 
 p = cli.Parser("Turn speech data into a prepared folder for train_v2_ddp.py.")
 flag = p.flag
-flag("--model_path", None, "model whose tokenizer is used, folder or hub name", required=True)
-flag("--audio_tokenizer_path", None, "native audio tokenizer, folder or hub name")
 flag("--device", "auto", "auto: a GPU if there is one", choices=("auto", "cuda", "cpu"))
 data_flags(p)
+flag("--eval_data_file", None, "validation data; without it the trainer holds out a share")
 flag("--seed", 42, "seed for choosing references and the samples that have one")
 # checks
 flag("--min_clip_seconds", 0.32, "a shorter clip is an error, too_short")
-flag("--max_clip_seconds", 60.0, f"a longer clip is an error, too_long (at most {LONGEST_CLIP_S})")
+flag("--max_clip_seconds", 60.0, "a longer clip is an error, too_long",
+     (f"be above 0 and at most {LONGEST_CLIP_S}", lambda v: 0 < v <= LONGEST_CLIP_S))
 flag("--drop_bad", None, f"drop samples with errors ({', '.join(ERRORS)}) instead of stopping, and "
      f"those with the given warnings: {', '.join(WARNINGS)}", nargs="*", metavar="CHECK")
 # output
 flag("--output_dir", "./prepared", "folder to write; shared by all nodes")
-flag("--code_cache", None, "folder of encoded audio, shared by runs (default: OUTPUT_DIR/codes)")
 flag("--preprocess_num_proc", min(8, CPUS), "processes that read and tokenise, or decode "
      "audio, per node; 0 = in this one")
-flag("--wait_timeout", 21600, "seconds to wait for the other processes")
+flag("--wait_timeout", 21600, "seconds to wait for the other processes", COUNT)
 
 
 def check_flags(args, world_size):
     """Raise UserError for flags that would fail later; expand drop_bad to the checks to drop."""
     check_data(args)
-    cli.zero_or_more(args, "min_clip_seconds seed preprocess_num_proc")
-    cli.above_zero(args, "max_clip_seconds")
-    cli.at_least_one(args, "wait_timeout")
     require(args.min_clip_seconds < args.max_clip_seconds,
             "--min_clip_seconds must be below --max_clip_seconds")
-    require(args.max_clip_seconds <= LONGEST_CLIP_S, f"--max_clip_seconds exceeds {LONGEST_CLIP_S}")
     names = [name for word in args.drop_bad or () for name in word.split(",") if name]
     for name in names:
         require(name in (*ERRORS, *WARNINGS), f"--drop_bad {name}: no such check; there are "

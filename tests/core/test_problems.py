@@ -42,11 +42,10 @@ def test_checks_that_are_named_drop_and_others_stop(tmp_path):
 
 def test_the_flag():
     parser = cli.Parser("test")
-    parser.flag("--drop_bad", None, "", nargs="*")
-    parser.switch("--drop_too_long", "")
+    cli.trainer_flags(parser, CHECKS)
     for words, dropped in (("", ()), ("--drop_too_long", CHECKS[1:]), ("--drop_bad invalid --drop_too_long", CHECKS)):
         args = parser.parse_args(words.split())
-        cli.check_drop_bad(args, CHECKS)
+        cli.check_trainer(args, 1, parser, CHECKS)
         assert args.drop_bad == dropped
     with pytest.raises(UserError, match="--drop_bad: there are the checks invalid, too_long"):
-        cli.check_drop_bad(parser.parse_args(["--drop_bad", "long"]), CHECKS)
+        cli.check_trainer(parser.parse_args(["--drop_bad", "long"]), 1, parser, CHECKS)

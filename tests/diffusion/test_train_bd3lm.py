@@ -212,15 +212,14 @@ BAD = {
     f"{HDP} --plan_block_size 5": "--plan_budget 32 is not a multiple of --plan_block_size 5",
     f"--seed {2**62}": f"--seed is {2**62}; it must be below 2**62",
     "--ema_decay 1": "--ema_decay is 1.0; it must be at least 0 and below 1",
-    "--clip_search_widths 1.2": "widths must lie between 0 and 1"}
+    "--clip_search_widths 1.2": "--clip_search_widths is 1.2; it must lie between 0 and 1"}
 
 
 @pytest.mark.parametrize("flags", BAD)
 def test_bad_flags_are_refused_by_name(demo, flags):
-    args = train_bd3lm.build_parser().parse_args([*arguments(demo, "out", *flags.split()),
-                                                  *(["--train_data_file", "x"] if "--demo" in flags else [])])
+    words = [*arguments(demo, "out", *flags.split()), *(["--train_data_file", "x"] if "--demo" in flags else [])]
     with pytest.raises(UserError, match=re.escape(BAD[flags])):
-        train_bd3lm.check_flags(args, 1)
+        train_bd3lm.check_flags(train_bd3lm.build_parser().parse_args(words), 1)
 
 
 @pytest.mark.parametrize("flags,expected", [
