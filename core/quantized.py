@@ -18,21 +18,15 @@ from core import kernels
 from core.cli import require
 
 FLOAT8 = torch.float8_e4m3fn
-MULTIPLE = 16       # the GPU's float8 kernels need widths and heights that are multiples of it
 
 
-def frozen_linears(layers):
-    """The frozen linear layers inside decoder layers."""
-    return [module for layer in layers for module in layer.modules() if type(module) is nn.Linear
-            and not module.weight.requires_grad]
-
-
-class FrozenLinear(nn.Linear):
-    """A frozen nn.Linear that calls product() on flat rows."""
-
-    def forward(self, x):
-        out = self.product(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
-        return out if self.bias is None else out + self.bias.to(out.dtype)
+def frozen_linears(layers, flag, multiple=1):
+    """Frozen linear layers in decoder layers, width and height multiples of a number. UserError."""
+    linears = [module for layer in layers for module in layer.modules() if type(module) is nn.Linear
+               and not module.weight.requires_grad
+               and not any(n % multiple for n in module.weight.shape)]
+    require(linears, f"{flag}: no frozen linear layer of this model can be rounded")
+    return linears
 
 
 # ---- NF4
@@ -75,9 +69,7 @@ class NF4Linear(nn.Linear):
 
 def to_nf4(layers):
     """Make the frozen linear layers of decoder layers NF4Linear, weights unset. UserError."""
-    linears = frozen_linears(layers)
-    require(linears, "--base_dtype nf4: this model has no frozen linear layers")
-    for module in linears:
+    for module in frozen_linears(layers, "--base_dtype nf4"):
         module.__class__, module.dtype = NF4Linear, module.weight.dtype
         weight = module.weight.new_empty(int(module.weight.numel() * BITS / 8), dtype=torch.uint8)
         module.weight = nn.Parameter(weight, requires_grad=False)
@@ -111,13 +103,11 @@ compiled_kernel = functools.cache(lambda: torch.compile(rounded_kernel))     # l
 # row of zeros). A separate operator: fused with earlier operators of a compiled layer, Inductor
 # cannot split its loops when the number of rows changes (CantSplit, pytorch issue 183696). A
 # custom_op costs three times as much per call.
-if not hasattr(torch.ops.flat_trainers, "rounded"):     # a second copy of this file may be imported
-    torch.library.define("flat_trainers::rounded", "(Tensor rows) -> (Tensor, Tensor)")
-    torch.library.impl("flat_trainers::rounded", ("cpu", "cuda"),
-                       lambda rows: (compiled_kernel() if rows.is_cuda else rounded_kernel)(rows))
-    torch.library.register_fake("flat_trainers::rounded", lambda rows: (
-        torch.empty_like(rows, dtype=FLOAT8),
-        rows.new_empty((*rows.shape[:-1], 1), dtype=torch.float32)))
+torch.library.define("flat_trainers::rounded", "(Tensor rows) -> (Tensor, Tensor)")
+torch.library.impl("flat_trainers::rounded", "cpu", rounded_kernel)
+torch.library.impl("flat_trainers::rounded", "cuda", lambda rows: compiled_kernel()(rows))
+torch.library.register_fake("flat_trainers::rounded", lambda rows: (
+    torch.empty_like(rows, dtype=FLOAT8), rows.new_empty((len(rows), 1), dtype=torch.float32)))
 rounded = torch.ops.flat_trainers.rounded
 
 
@@ -144,31 +134,25 @@ class _Float8Product(torch.autograd.Function):
         return product(grad, *ctx.saved_tensors), None, None, None, None
 
 
-class Float8Linear(FrozenLinear):
+class Float8Linear(nn.Linear):
     """A linear layer with a float8 weight and bfloat16 output."""
 
-    def product(self, rows):
-        return _Float8Product.apply(rows.bfloat16(), self.weight, self.scales, self.turned,
-                                    self.turned_scales)
+    def forward(self, x):
+        out = _Float8Product.apply(x.bfloat16().flatten(0, -2), self.weight, self.scales,
+                                   self.turned, self.turned_scales).unflatten(0, x.shape[:-1])
+        return out if self.bias is None else out + self.bias.to(out.dtype)
 
 
 def to_float8(layers):
-    """Round the loaded frozen linear layers of decoder layers -> their number. UserError."""
-    linears = [module for module in frozen_linears(layers)
-               if not any(n % MULTIPLE for n in module.weight.shape)]
-    require(linears, f"--float8: no frozen linear layer of this model is a multiple of {MULTIPLE} "
-                     "wide and high")
+    """Round the loaded frozen linear layers of decoder layers. UserError."""
+    linears = frozen_linears(layers, "--float8", 16)    # as the GPU's kernels need
     if linears[0].weight.is_cuda:
         require(torch.cuda.get_device_capability() >= (8, 9), f"--float8: "
                 f"{torch.cuda.get_device_name()} has no float8 products; drop the flag")
     for module in linears:
-        weight, scales = rounded(module.weight)
+        weight, module.scales = rounded(module.weight)
         # the memory layout that the GPU's kernels need
-        turned, turned_scales = rounded(module.weight.t().contiguous())
-        module.__class__ = Float8Linear
+        turned, module.turned_scales = rounded(module.weight.t().contiguous())
+        module.__class__, module.turned = Float8Linear, turned.view(torch.uint8)
         # uint8, as DDP cannot broadcast float8; in place, as the caller may hold the parameter
         module.weight.data = weight.view(torch.uint8)
-        module.register_buffer("turned", turned.view(torch.uint8), persistent=False)
-        module.register_buffer("scales", scales, persistent=False)
-        module.register_buffer("turned_scales", turned_scales, persistent=False)
-    return len(linears)

