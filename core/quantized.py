@@ -103,11 +103,12 @@ compiled_kernel = functools.cache(lambda: torch.compile(rounded_kernel))     # l
 # row of zeros). A separate operator: fused with earlier operators of a compiled layer, Inductor
 # cannot split its loops when the number of rows changes (CantSplit, pytorch issue 183696). A
 # custom_op costs three times as much per call.
-torch.library.define("flat_trainers::rounded", "(Tensor rows) -> (Tensor, Tensor)")
-torch.library.impl("flat_trainers::rounded", "cpu", rounded_kernel)
-torch.library.impl("flat_trainers::rounded", "cuda", lambda rows: compiled_kernel()(rows))
-torch.library.register_fake("flat_trainers::rounded", lambda rows: (
-    torch.empty_like(rows, dtype=FLOAT8), rows.new_empty((len(rows), 1), dtype=torch.float32)))
+if not hasattr(torch.ops.flat_trainers, "rounded"):     # a second copy of this file may be imported
+    torch.library.define("flat_trainers::rounded", "(Tensor rows) -> (Tensor, Tensor)")
+    torch.library.impl("flat_trainers::rounded", "cpu", rounded_kernel)
+    torch.library.impl("flat_trainers::rounded", "cuda", lambda rows: compiled_kernel()(rows))
+    torch.library.register_fake("flat_trainers::rounded", lambda rows: (
+        torch.empty_like(rows, dtype=FLOAT8), rows.new_empty((len(rows), 1), dtype=torch.float32)))
 rounded = torch.ops.flat_trainers.rounded
 
 
