@@ -310,7 +310,7 @@ def save():
         checkpoint.write_json(path / SETTINGS, {"normalize_text": args.normalize_text,
                                                 "base_dtype": args.base_dtype})
         if args.use_lora:
-            adapters.save_config(net, path)
+            net.peft_config["default"].save_pretrained(path)
         else:
             module.save_config(native, tokenizer, path, folder)
 

@@ -1,6 +1,5 @@
 """LoRA adapters in any model, plain or sharded: add, compute, fill, save, load, in PEFT's files."""
 import contextlib
-import copy
 import math
 import os
 import warnings
@@ -68,6 +67,7 @@ def attach(model, config, base_name=None, autocast=True):
     # PEFT calls transformers in a deprecated way
     warnings.filterwarnings("ignore", ".is_gradient_checkpointing", FutureWarning)
     wrapped = get_peft_model(model, config)     # which overwrites the base's name
+    config.inference_mode = True        # in the saved file, as PEFT writes it
     is_folder = base_name and os.path.isdir(base_name)
     config.base_model_name_or_path = os.path.abspath(base_name) if is_folder else base_name
     for module in wrapped.modules():
@@ -145,13 +145,6 @@ def init_adapters(model, seed):
         for magnitude in getattr(module, MAGNITUDE, {}).values():
             rows, _ = tensor_io.local_rows(module.base_layer.weight)    # shards have the same rows
             tensor_io.local_rows(magnitude.weight)[0].copy_(torch.linalg.norm(rows.float(), dim=1))
-
-
-def save_config(model, folder):
-    """Write adapter_config.json, which PEFT loads with adapter_model.safetensors."""
-    config = copy.copy(model.peft_config["default"])
-    config.inference_mode = True
-    config.save_pretrained(folder)
 
 
 def load_adapters(model, folder):

@@ -74,13 +74,12 @@ def _attention_by_document(q, k, v, cu_seqlens, scaling, window):
     # split: the gradient of a slice would be as long as the whole tensor
     for length, *document in zip(lengths, *(t.split(lengths) for t in (q, k, v))):
         document = (t.transpose(0, 1)[None] for t in document)
+        mask = None
         if window and length > window:
-            positions = torch.arange(length, device=q.device)
-            distance = positions[:, None] - positions
-            masked = {"attn_mask": (distance >= 0) & (distance < window)}
-        else:
-            masked = {"is_causal": True}
-        attended = F.scaled_dot_product_attention(*document, scale=scaling, **masked)
+            square = torch.ones(length, length, dtype=torch.bool, device=q.device)
+            mask = square.tril().triu(1 - window)
+        attended = F.scaled_dot_product_attention(*document, attn_mask=mask, is_causal=mask is None,
+                                                  scale=scaling)
         out.append(attended[0].transpose(0, 1))
     return torch.cat(out)
 

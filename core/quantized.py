@@ -1,8 +1,8 @@
 """Quantized frozen linear layers of a LoRA run: --base_dtype nf4 and --float8.
 
 NF4 (QLoRA, arXiv 2305.14314): 64 neighbouring values share an eight-bit scale, and 256 scales share
-a float32 one: 4.13 bits per value. A weight is packed into one tensor of bytes as soon as it is
-read; forward and backward unpack it, multiply, and free it. The arithmetic is bitsandbytes'.
+a float32 one: 4.13 bits per value. A weight is quantized as soon as it is read; the products are
+bitsandbytes', which keep no whole weight for the backward pass.
 
 Float8: both matrix products of a layer, forward and input gradient, use e4m3 (arXiv 2209.05433).
 Unlike in torchao, a frozen weight is rounded once: a copy for the forward product and a transposed
@@ -10,7 +10,6 @@ one for the backward, together as large as one bfloat16 weight. Each row of weig
 gradients has a separate scale, so no result depends on the other samples of the pack.
 """
 import functools
-import math
 
 import torch
 from torch import nn
@@ -18,100 +17,66 @@ from torch import nn
 from core import kernels
 from core.cli import require
 
-BLOCK, SCALES = 64, 256     # values per scale, scales per second-level scale
 FLOAT8 = torch.float8_e4m3fn
-MULTIPLE = 16       # the GPU's float8 kernels need widths and heights that are multiples of it
 
 
-def frozen_linears(layers):
-    """The frozen linear layers inside decoder layers."""
-    return [module for layer in layers for module in layer.modules() if type(module) is nn.Linear
-            and not module.weight.requires_grad]
-
-
-class FrozenLinear(nn.Linear):
-    """A frozen nn.Linear that calls product() on flat rows."""
-
-    def forward(self, x):
-        out = self.product(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
-        return out if self.bias is None else out + self.bias.to(out.dtype)
+def frozen_linears(layers, flag, multiple=1):
+    """Frozen linear layers in decoder layers, width and height multiples of a number. UserError."""
+    linears = [module for layer in layers for module in layer.modules() if type(module) is nn.Linear
+               and not module.weight.requires_grad
+               and not any(n % multiple for n in module.weight.shape)]
+    require(linears, f"{flag}: no frozen linear layer of this model can be rounded")
+    return linears
 
 
 # ---- NF4
 
-
-def sizes(values):
-    """Bytes of the values, their scales, the table of the scales' code, the second-level scales and
-    the mean; each padded to a multiple of 256."""
-    scales = -(-values // BLOCK)
-    needed = -(-values // 2), scales, 4 * 256, 4 * -(-scales // SCALES), 4
-    return [-(-size // 256) * 256 for size in needed]
+BITS = 4.13     # of a value, with its part of the scales
 
 
-@torch.no_grad()
-def pack(weight):
-    """Quantize a float weight (out, in) to uint8 (sum(sizes),), on its device."""
+def quantize(weight):
+    """bitsandbytes' NF4 values and QuantState of a float weight (out, in), on its device."""
     from bitsandbytes.functional import quantize_4bit
-    values, state = quantize_4bit(weight.contiguous(), blocksize=BLOCK, compress_statistics=True,
-                                  quant_type="nf4")
-    fields = values, state.absmax, state.state2.code, state.state2.absmax, state.offset
-    fields = (field.reshape(-1).view(torch.uint8) for field in fields)
-    return torch.cat([nn.functional.pad(field, (0, size - len(field)))
-                      for field, size in zip(fields, sizes(weight.numel()), strict=True)])
-
-
-def unpack(packed, shape, dtype):
-    """The weight (out, in) of pack()'s bytes in a float dtype."""
-    ops, number = torch.ops.bitsandbytes, math.prod(shape)
-    values, scales, *floats = packed.split(sizes(number))
-    table, outer, mean = (field.view(torch.float32) for field in floats)
-    scales = scales[:-(-number // BLOCK)]
-    outer = outer[:-(-len(scales) // SCALES)]
-    scales = ops.dequantize_blockwise(scales, outer, table, SCALES, torch.float32) + mean[0]
-    return ops.dequantize_4bit(values[:-(-number // 2), None], scales, BLOCK, "nf4", shape, dtype)
+    return quantize_4bit(weight.contiguous(), blocksize=64, compress_statistics=True,
+                         quant_type="nf4")
 
 
 def rounded_nf4(change=None):
     """A function that rounds a weight to NF4 and back, and then applies `change`."""
+    from bitsandbytes.functional import dequantize_4bit
     change = change or (lambda weight: weight)
-    return lambda weight: change(unpack(pack(weight), weight.shape, weight.dtype))
+    return lambda weight: change(dequantize_4bit(*quantize(weight)))
 
 
-class _NF4Product(torch.autograd.Function):
-    """x W^T of rows x (n, in); only the packed W is kept for the backward pass."""
-    @staticmethod
-    def forward(ctx, x, packed, width):
-        ctx.save_for_backward(packed)
-        ctx.shape = width, x.shape[1]
-        return x @ unpack(packed, ctx.shape, x.dtype).t()
+class NF4Linear(nn.Linear):
+    """A linear layer of a weight in NF4: quantize()'s values are in `weight`."""
+    nf4, state = True, None         # nf4: read by packed_lm.py
 
-    @staticmethod
-    def backward(ctx, grad):
-        return grad @ unpack(*ctx.saved_tensors, ctx.shape, grad.dtype), None, None
+    def forward(self, x):
+        from bitsandbytes import functional, matmul_4bit
+        x = x.to(kernels.stream_dtype(x))
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        state = self.state or functional.QuantState(       # a plan's, whose weights are not loaded
+            x.new_empty(0, dtype=torch.float32), (self.out_features, self.in_features),
+            blocksize=64, quant_type="nf4", dtype=x.dtype)
+        return matmul_4bit(x, self.weight.t(), state, bias=bias)
 
-
-class NF4Linear(FrozenLinear):
-    """A linear layer whose weight is packed by pack()."""
-    nf4 = True          # read by packed_lm.py
-
-    def product(self, rows):
-        rows = rows.to(kernels.stream_dtype(rows))
-        return _NF4Product.apply(rows, self.weight, self.out_features)
+    def fill(self, weight):
+        """Take a float weight (out, in)."""
+        self.weight.data, self.state = quantize(weight)
+        self.state.dtype = self.dtype       # of the copy that the backward pass makes
 
 
 def to_nf4(layers):
     """Make the frozen linear layers of decoder layers NF4Linear, weights unset. UserError."""
-    import bitsandbytes.functional  # noqa: F401  registers torch.ops.bitsandbytes
-    linears = frozen_linears(layers)
-    require(linears, "--base_dtype nf4: this model has no frozen linear layers")
-    for module in linears:
-        module.__class__ = NF4Linear
-        weight = module.weight.new_empty(sum(sizes(module.weight.numel())), dtype=torch.uint8)
+    for module in frozen_linears(layers, "--base_dtype nf4"):
+        module.__class__, module.dtype = NF4Linear, module.weight.dtype
+        weight = module.weight.new_empty(int(module.weight.numel() * BITS / 8), dtype=torch.uint8)
         module.weight = nn.Parameter(weight, requires_grad=False)
 
 
 def load_nf4(model, load, weights, parts, world):
-    """load(weights, parts, world), one weight at a time, packing the weights of NF4Linear layers.
+    """load(weights, parts, world), one weight at a time, quantizing those of NF4Linear layers.
     weights: {name: parameter} of the base in `model`. load: load_weights of the model's module."""
     layers = {module.weight: module for module in model.modules() if isinstance(module, NF4Linear)}
     for name, parameter in weights.items():
@@ -120,7 +85,7 @@ def load_nf4(model, load, weights, parts, world):
             read = torch.empty(layer.out_features, layer.in_features, device=parameter.device)
         load({name: read}, parts, world)
         if layer:
-            parameter.copy_(pack(read))
+            layer.fill(read)
 
 
 # ---- Float8
@@ -140,11 +105,10 @@ compiled_kernel = functools.cache(lambda: torch.compile(rounded_kernel))     # l
 # custom_op costs three times as much per call.
 if not hasattr(torch.ops.flat_trainers, "rounded"):     # a second copy of this file may be imported
     torch.library.define("flat_trainers::rounded", "(Tensor rows) -> (Tensor, Tensor)")
-    torch.library.impl("flat_trainers::rounded", ("cpu", "cuda"),
-                       lambda rows: (compiled_kernel() if rows.is_cuda else rounded_kernel)(rows))
+    torch.library.impl("flat_trainers::rounded", "cpu", rounded_kernel)
+    torch.library.impl("flat_trainers::rounded", "cuda", lambda rows: compiled_kernel()(rows))
     torch.library.register_fake("flat_trainers::rounded", lambda rows: (
-        torch.empty_like(rows, dtype=FLOAT8),
-        rows.new_empty((*rows.shape[:-1], 1), dtype=torch.float32)))
+        torch.empty_like(rows, dtype=FLOAT8), rows.new_empty((len(rows), 1), dtype=torch.float32)))
 rounded = torch.ops.flat_trainers.rounded
 
 
@@ -171,31 +135,25 @@ class _Float8Product(torch.autograd.Function):
         return product(grad, *ctx.saved_tensors), None, None, None, None
 
 
-class Float8Linear(FrozenLinear):
+class Float8Linear(nn.Linear):
     """A linear layer with a float8 weight and bfloat16 output."""
 
-    def product(self, rows):
-        return _Float8Product.apply(rows.bfloat16(), self.weight, self.scales, self.turned,
-                                    self.turned_scales)
+    def forward(self, x):
+        out = _Float8Product.apply(x.bfloat16().flatten(0, -2), self.weight, self.scales,
+                                   self.turned, self.turned_scales).unflatten(0, x.shape[:-1])
+        return out if self.bias is None else out + self.bias.to(out.dtype)
 
 
 def to_float8(layers):
-    """Round the loaded frozen linear layers of decoder layers -> their number. UserError."""
-    linears = [module for module in frozen_linears(layers)
-               if not any(n % MULTIPLE for n in module.weight.shape)]
-    require(linears, f"--float8: no frozen linear layer of this model is a multiple of {MULTIPLE} "
-                     "wide and high")
+    """Round the loaded frozen linear layers of decoder layers. UserError."""
+    linears = frozen_linears(layers, "--float8", 16)    # as the GPU's kernels need
     if linears[0].weight.is_cuda:
         require(torch.cuda.get_device_capability() >= (8, 9), f"--float8: "
                 f"{torch.cuda.get_device_name()} has no float8 products; drop the flag")
     for module in linears:
-        weight, scales = rounded(module.weight)
+        weight, module.scales = rounded(module.weight)
         # the memory layout that the GPU's kernels need
-        turned, turned_scales = rounded(module.weight.t().contiguous())
-        module.__class__ = Float8Linear
+        turned, module.turned_scales = rounded(module.weight.t().contiguous())
+        module.__class__, module.turned = Float8Linear, turned.view(torch.uint8)
         # uint8, as DDP cannot broadcast float8; in place, as the caller may hold the parameter
         module.weight.data = weight.view(torch.uint8)
-        module.register_buffer("turned", turned.view(torch.uint8), persistent=False)
-        module.register_buffer("scales", scales, persistent=False)
-        module.register_buffer("turned_scales", turned_scales, persistent=False)
-    return len(linears)

@@ -287,7 +287,7 @@ class Sampler:
         def load():
             folder = self.folder / self.name
             folder.mkdir()
-            adapters.save_config(model.net, folder)
+            model.net.peft_config["default"].save_pretrained(folder)
             for file, write in files.items():
                 write(folder / file)
             deadline = time.monotonic() + 2 * self.server.timeout       # for both calls

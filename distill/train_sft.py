@@ -266,7 +266,7 @@ def save():
     def save_config(path):
         tokenizer.save_pretrained(path)     # includes the chat template
         if args.use_lora:
-            return adapters.save_config(model.net, path)
+            return model.net.peft_config["default"].save_pretrained(path)
         model.native.config.save_pretrained(path)
         model.native.generation_config.save_pretrained(path)
 

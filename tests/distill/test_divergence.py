@@ -100,7 +100,7 @@ def adapted(inputs, folder, student, prompted, recompute=None):
     for name, parameter in adapters.adapter_weights(model.net).items():
         if ".lora_B." in name:
             parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator)
-    adapters.save_config(model.net, folder)
+    model.net.peft_config["default"].save_pretrained(folder)
     save_file({n: p.detach().clone() for n, p in adapters.adapter_weights(model.net).items()},
               folder / "adapter_model.safetensors")
     return model
