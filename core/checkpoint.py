@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 import socket
-import stat
 import tempfile
 import time
 import uuid
@@ -123,42 +122,41 @@ def new_folder(output_dir, flag="--output_dir"):
 # server, which keeps a lost node's locks for 90 s
 WAIT_S = 3 if os.environ.get("SLURM_RESTART_COUNT", "0") == "0" else 120
 
-_held = {}              # {path of a lock: its open file} of this process
-# else a lock would be held until the last child ends
-os.register_at_fork(after_in_child=lambda: [lock.close() for lock in _held.values()])
+_held = {}      # {path of a lock: its open file} of this process
 
 
-def lock_folder(folder, flag="--output_dir", name="run", wait_s=WAIT_S, waiting=lambda: None):
+def lock_folder(folder, flag="--output_dir", name="run", wait_s=WAIT_S, give_up=lambda: False):
     """Lock a folder until the returned file is closed, or the process ends. UserError if another
-    process still holds the lock after wait_s seconds. waiting: called meanwhile."""
+    process still holds the lock after wait_s seconds. Returns None if give_up() is true before."""
     path, end = Path(folder) / f"{name}.lock", time.monotonic() + wait_s
     # opening a pipe could hang
-    require(not os.path.lexists(path) or stat.S_ISREG(os.lstat(path).st_mode),
+    require(path.is_file() and not path.is_symlink() or not os.path.lexists(path),
             f"{path}: is not a file; move it away, a run locks a file of this name")
     while True:
-        lock = _held[path] = open(path, "a")
+        lock = _held[path] = open(path, "a+", errors="replace")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(lock.fileno()), os.stat(path)):
+            if os.fstat(lock.fileno()).st_nlink:    # else it was deleted since it was opened
                 break
-        except (BlockingIOError, FileNotFoundError):    # locked, or deleted since it was opened
+        except BlockingIOError:
             pass
         except OSError as error:        # some network file systems have no locks
             notice(f"{path}: cannot be locked ({error.strerror}): start no second run there")
             break
-        owner = one_line(path.read_text(errors="replace").strip()) if path.exists() else ""
-        used = f"{folder}: another run is using it ({owner})"
+        lock.seek(0)
+        used = f"{folder}: another run is using it ({one_line(lock.read().strip())})"
         require(time.monotonic() < end, f"{flag} {used}; end it, or give another folder")
         if wait_s > 3:
             print(f"waiting    {used}")
             wait_s = 0      # it is announced once
-        waiting()
+        if give_up():
+            return None
         time.sleep(0.2)
     now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     with error_names_file(path):
         lock.truncate(0)
-        lock.write(f"host {socket.gethostname()}, process {os.getpid()}, started {now}\n")
-        lock.flush()
+        print(f"host {socket.gethostname()}, process {os.getpid()}, started {now}", file=lock,
+              flush=True)
     with contextlib.suppress(PermissionError):      # another user's file
         os.fchmod(lock.fileno(), os.stat(folder).st_mode & 0o666)   # who may use the folder
     return lock
