@@ -15,7 +15,9 @@ import socket
 import tempfile
 import time
 import uuid
+from collections import ChainMap
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -170,16 +172,11 @@ _writer = ThreadPoolExecutor(1)
 _writing = []       # Future of the checkpoint that it writes
 
 
-def wait():
-    """Wait for the checkpoint that is being written. Call on every rank. UserError if it failed."""
-    while _writing:
+def wait(only_if_done=False):
+    """Wait for the checkpoint that is being written. Call on every rank. UserError if it failed.
+    only_if_done: asked in each step, so that ranks notice a failure at once."""
+    if _writing and (_writing[0].done() or not only_if_done):
         _writing.pop().result()
-
-
-def check():
-    """Raise UserError if the last write failed; ranks notice it within a step."""
-    if _writing and _writing[0].done():
-        wait()
 
 
 def save(world, args, step, model, optimizer, tensors, save_config, state,
@@ -191,63 +188,51 @@ def save(world, args, step, model, optimizer, tensors, save_config, state,
     save_config(folder): writes the small files, on rank 0. state: JSON-able, with "best_step".
     split: as in tensor_io.stage."""
     wait()      # one at a time: two would hold twice the copies in host memory
-    output_dir = Path(args.output_dir)
-
-    def on_all_ranks(write):
-        """[write() of each rank]. If one fails, all ranks raise its error."""
-        try:
-            report = write(), ""
-        except Exception as error:      # tokenizers raise a bare Exception for a full disk
-            report = None, f"rank {world.rank}: {error}"
-        results, errors = zip(*dist.all_gather(world, report, world.save_group))
-        if any(errors):
-            if world.is_main:
-                remove_named(output_dir, UNFINISHED)    # frees disk space for the next one
-            raise UserError(f"checkpoint-{step} could not be written to {output_dir} "
-                            f"({'; '.join(filter(None, errors))}); earlier checkpoints are intact")
-        return results
-
-    def begin():
-        if world.is_main:
-            # a new name: ranks of an earlier run that still run never write into this folder
-            folder = output_dir / f"checkpoint-{step}.tmp-{uuid.uuid4().hex[:8]}"
-            folder.mkdir()
-            save_config(folder)
-            return folder, os.listdir(folder)
-
-    building, configs = on_all_ranks(begin)[0]
-    dist.reshard(model)
     rng = {"torch": torch.get_rng_state()}      # training uses no other generator
     if world.device.type == "cuda":
         rng["cuda"] = torch.cuda.get_rng_state(world.device)
-    states = dist.all_gather(world, rng)
-    moments = optim.state_tensors(optimizer, model.named_parameters())
-    share = tensor_io.stage(world, f"{STATE}/optimizer", moments)
-    for stem, named in tensors.items():
-        share |= tensor_io.stage(world, stem, named, stem != "adapter_model", split)
-    if world.is_main:
-        share |= {f"{STATE}/rng.pt": lambda path: torch.save(states, path),
-                  f"{STATE}/state.json": lambda path: path.write_text(json.dumps(state, indent=1)),
-                  **dict.fromkeys(configs, lambda path: None)}        # already written
+    names, states = zip(*dist.all_gather(world, (uuid.uuid4().hex[:8], rng)))
+    final = Path(args.output_dir) / f"checkpoint-{step}"
+    # a new name: ranks of an earlier run that still run never write into this folder
+    building, share = final.with_name(f"{final.name}.tmp-{names[0]}"), {}
 
-    def complete(records):
-        files = {name: record for share in records for name, record in share.items()}
-        text = json.dumps({"step": step, "files": files}, indent=1)
-        # last: it proves that all other files are complete
-        write_files(building, {MANIFEST: lambda path: path.write_text(text)})
-        for folder in [path for path in building.rglob("*") if path.is_dir()] + [building]:
-            fsync(folder)
-        final = output_dir / f"checkpoint-{step}"
-        if final.exists():      # passed over when resuming; now this step is reached again
-            os.rename(final, f"{final}.passed-over-{time.time_ns()}")
-        os.rename(building, final)
-        fsync(output_dir)
-        # only now that a newer checkpoint is complete
-        rotate(output_dir, step, args.save_total_limit, state["best_step"])
+    def fail(error):
+        if world.is_main:
+            remove_named(final.parent, UNFINISHED)      # frees disk space for the next one
+        raise UserError(f"{final.name} could not be written to {final.parent} ({error}); earlier "
+                        "checkpoints are intact")
+
+    if world.is_main:
+        try:
+            building.mkdir()
+            save_config(building)
+        except Exception as error:      # tokenizers raise a bare Exception for a full disk
+            fail(error)
+        share = {f"{STATE}/rng.pt": lambda path: torch.save(states, path),
+                 f"{STATE}/state.json": partial(Path.write_text, data=json.dumps(state, indent=1)),
+                 **dict.fromkeys(os.listdir(building), lambda path: None)}      # already written
+    moments = optim.state_tensors(optimizer, model.named_parameters())
+    for stem, named in {f"{STATE}/optimizer": moments, **tensors}.items():
+        share |= tensor_io.stage(world, stem, named, stem != "adapter_model", split)
 
     def write():
-        records = on_all_ranks(lambda: write_files(building, share))
-        on_all_ranks(lambda: world.is_main and complete(records))
+        try:
+            report = write_files(building, share), ""
+        except Exception as error:
+            report = {}, f"rank {world.rank}: {error}"
+        records, errors = zip(*dist.all_gather(world, report, world.save_group))
+        if any(errors):
+            fail("; ".join(filter(None, errors)))
+        if world.is_main:
+            fsync(building / STATE)
+            # last: it proves that all other files are complete
+            write_json(building / MANIFEST, {"step": step, "files": dict(ChainMap(*records))})
+            if final.exists():      # passed over when resuming; now this step is reached again
+                os.rename(final, f"{final}.passed-over-{time.time_ns()}")
+            os.rename(building, final)
+            fsync(final.parent)
+            # only now that a newer checkpoint is complete
+            rotate(final.parent, step, args.save_total_limit, state["best_step"])
 
     _writing.append(_writer.submit(write))
 
@@ -319,14 +304,12 @@ def list_checkpoints(output_dir):
 
 def find_damage(path):
     """Describes the damage to a checkpoint; "" if all checksums match. OSError: unreadable file."""
-    if not (path / MANIFEST).is_file():
-        return f"no {MANIFEST}"     # the folder was made by hand, or copied in part
     try:
-        listed = dict(json_files.loads((path / MANIFEST).read_bytes())["files"])
-    except (ValueError, TypeError, KeyError):
-        listed = {}
-    if f"{STATE}/state.json" not in listed:     # an empty list would match any folder
-        return f"unreadable {MANIFEST}"
+        listed = dict(json_files.read_object(path / MANIFEST)["files"])
+        listed[f"{STATE}/state.json"]       # an empty list would match any folder
+    except (UserError, ValueError, KeyError, TypeError):
+        # without one the folder was made by hand, or copied in part
+        return f"{'unreadable' if (path / MANIFEST).is_file() else 'no'} {MANIFEST}"
     with ThreadPoolExecutor(16) as pool:        # hashing releases the GIL
         for name, present in zip(listed, pool.map(lambda name: file_record(path / name), listed)):
             if present != listed[name]:
@@ -341,6 +324,5 @@ def rotate(output_dir, newest, keep, best_step=None):
     for step, path in complete[:-keep] if keep else ():     # 0 keeps all
         if step != best_step:
             # renamed first: a kill leaves no partial checkpoint under this name
-            doomed = path.with_name(f"{path.name}.tmp-deleted-{time.time_ns()}")
-            os.rename(path, doomed)
-            shutil.rmtree(doomed, ignore_errors=True)       # NFS deletes open files later
+            os.rename(path, f"{path}.tmp-deleted-{time.time_ns()}")
+    remove_named(output_dir, UNFINISHED)
