@@ -15,7 +15,6 @@ import socket
 import tempfile
 import time
 import uuid
-from collections import ChainMap
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -24,7 +23,6 @@ import torch
 
 from core import dist, json_files, optim, tensor_io
 from core.cli import UserError, notice, one_line, require
-from core.dist import error_names_file
 
 MANIFEST = "manifest.json"
 STATE = "trainer_state"     # a folder that from_pretrained and PEFT do not read
@@ -37,14 +35,12 @@ UNFINISHED = r"checkpoint-\d+\.tmp-([0-9a-f]{8}|deleted-\d+)"
 def fsync(path):
     """Flush a file or folder to disk."""
     fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    os.fsync(fd)
+    os.close(fd)
 
 
 def sha256(path):
-    with error_names_file(path), open(path, "rb") as file:
+    with dist.error_names_file(path), open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -52,10 +48,11 @@ def write_atomically(path, write):
     """write(temporary_path), sync, rename onto path: readers see the old file or the new one."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.tmp")
-    with error_names_file(path):
+    with dist.error_names_file(path):
         temporary.unlink(missing_ok=True)       # of a killed process, or a link to another file
         write(temporary)
-        # before the rename: else a crash of the machine may leave an empty file of that name
+        # before the rename: else a crash of the machine may leave an empty file of that name; some
+        # disks report only here that they are full
         fsync(temporary)
         os.replace(temporary, path)
         fsync(path.parent)
@@ -155,12 +152,10 @@ def lock_folder(folder, flag="--output_dir", name="run", wait_s=WAIT_S, give_up=
             return None
         time.sleep(0.2)
     now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-    with error_names_file(path):
+    with dist.error_names_file(path):
         lock.truncate(0)
         print(f"host {socket.gethostname()}, process {os.getpid()}, started {now}", file=lock,
               flush=True)
-    with contextlib.suppress(PermissionError):      # another user's file
-        os.fchmod(lock.fileno(), os.stat(folder).st_mode & 0o666)   # who may use the folder
     return lock
 
 
@@ -179,8 +174,7 @@ def wait(only_if_done=False):
         _writing.pop().result()
 
 
-def save(world, args, step, model, optimizer, tensors, save_config, state,
-         split=lambda name, tensor: {name: tensor}):
+def save(world, args, step, model, optimizer, tensors, save_config, state, split=None):
     """Copy everything off the device and start to write OUTPUT_DIR/checkpoint-STEP. Collective.
     Older checkpoints are deleted once it is complete. UserError on all ranks if the last failed.
 
@@ -210,23 +204,23 @@ def save(world, args, step, model, optimizer, tensors, save_config, state,
             fail(error)
         share = {f"{STATE}/rng.pt": lambda path: torch.save(states, path),
                  f"{STATE}/state.json": partial(Path.write_text, data=json.dumps(state, indent=1)),
-                 **dict.fromkeys(os.listdir(building), lambda path: None)}      # already written
+                 # already written: it is renamed to be synced
+                 **{name: partial(os.rename, building / name) for name in os.listdir(building)}}
     moments = optim.state_tensors(optimizer, model.named_parameters())
     for stem, named in {f"{STATE}/optimizer": moments, **tensors}.items():
-        share |= tensor_io.stage(world, stem, named, stem != "adapter_model", split)
+        share |= tensor_io.stage(world, stem, named, split)
 
     def write():
         try:
-            report = write_files(building, share), ""
+            report = list(write_files(building, share).items()), ""
         except Exception as error:
-            report = {}, f"rank {world.rank}: {error}"
+            report = [], f"rank {world.rank}: {error}"
         records, errors = zip(*dist.all_gather(world, report, world.save_group))
         if any(errors):
             fail("; ".join(filter(None, errors)))
         if world.is_main:
-            fsync(building / STATE)
             # last: it proves that all other files are complete
-            write_json(building / MANIFEST, {"step": step, "files": dict(ChainMap(*records))})
+            write_json(building / MANIFEST, {"step": step, "files": dict(sum(records, []))})
             if final.exists():      # passed over when resuming; now this step is reached again
                 os.rename(final, f"{final}.passed-over-{time.time_ns()}")
             os.rename(building, final)
@@ -281,12 +275,10 @@ def find_newest(output_dir, resume, identity=None):
 
 
 def write_files(folder, files):
-    """Call each write(path), sync -> {relative path: file_record()}. OSError names the file."""
+    """write_atomically() each {relative path: write} -> {relative path: file_record()}."""
     for name, write in files.items():
-        with error_names_file(folder / name):
-            (folder / name).parent.mkdir(exist_ok=True)
-            write(folder / name)
-            fsync(folder / name)        # some disks report only here that they are full
+        (folder / name).parent.mkdir(exist_ok=True)
+        write_atomically(folder / name, write)
     return {name: file_record(folder / name) for name in files}
 
 

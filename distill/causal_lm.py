@@ -161,7 +161,6 @@ def check_weights(model, parts, folder):
     require(not problem, f"{folder}: {problem}: not the weights of {type(model).__name__}")
 
 
-@torch.no_grad()
 def load_weights(weights, parts, world=None):
     """Fill {name: plain or sharded tensor} from weight_parts. Collective with a world."""
     for name, tensor in weights.items():
