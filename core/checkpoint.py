@@ -76,20 +76,13 @@ def remove_named(folder, pattern):
                 path.unlink(missing_ok=True)
 
 
-def prepare_folder(folder, flag="--output_dir"):
+def prepare_folder(folder, flag):
     """Make a folder and try to write into it; UserError that names its flag."""
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise UserError(f"{flag} {folder}: cannot be written ({error.strerror})")
-
-
-def claim_output(output_dir):
-    """Prepare and lock a run's output folder, and remove what a killed run left in it."""
-    prepare_folder(output_dir)
-    lock_folder(output_dir)
-    remove_named(output_dir, UNFINISHED)
 
 
 @contextlib.contextmanager
@@ -125,8 +118,9 @@ _held = {}      # {path of a lock: its open file} of this process
 
 
 def lock_folder(folder, flag="--output_dir", name="run", wait_s=WAIT_S, give_up=lambda: False):
-    """Lock a folder until the returned file is closed, or the process ends. UserError if another
-    process still holds the lock after wait_s seconds. Returns None if give_up() is true before."""
+    """Make and lock a folder until the returned file is closed, or the process ends. UserError if
+    another process still holds the lock after wait_s seconds. None if give_up() is true before."""
+    prepare_folder(folder, flag)
     path, end = Path(folder) / f"{name}.lock", time.monotonic() + wait_s
     # opening a pipe could hang
     require(path.is_file() and not path.is_symlink() or not os.path.lexists(path),
@@ -212,7 +206,10 @@ def save(world, args, step, model, optimizer, tensors, save_config, state, split
 
     def write():
         try:
-            report = list(write_files(building, share).items()), ""
+            for name, write_file in share.items():
+                (building / name).parent.mkdir(exist_ok=True)
+                write_atomically(building / name, write_file)
+            report = [(name, file_record(building / name)) for name in share], ""
         except Exception as error:
             report = [], f"rank {world.rank}: {error}"
         records, errors = zip(*dist.all_gather(world, report, world.save_group))
@@ -272,14 +269,6 @@ def find_newest(output_dir, resume, identity=None):
     # starting over could overwrite checkpoints that can still be repaired
     require(not listed, f"{output_dir}: every checkpoint is damaged; give another --output_dir")
     return None, {}
-
-
-def write_files(folder, files):
-    """write_atomically() each {relative path: write} -> {relative path: file_record()}."""
-    for name, write in files.items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        write_atomically(folder / name, write)
-    return {name: file_record(folder / name) for name in files}
 
 
 def file_record(path):

@@ -131,18 +131,20 @@ def is_finite(tensor):
     return not tensor.numel() or all(map(math.isfinite, map(float, torch.aminmax(tensor.detach()))))
 
 
-def read_rows(name, tensor, slices):
-    """Fill a plain or sharded tensor from slices joined along dimension 0; it keeps its dtype.
-    UserError for NaN or infinity."""
-    local, first = local_rows(tensor.detach())
-    for piece in slices:
-        rows = piece.get_shape()[0]
-        start, stop = max(first, 0), min(first + len(local), rows)
-        if start < stop:
-            values = piece[start:stop]
-            require(is_finite(values), f"{name} holds NaN or infinity: these weights are damaged")
-            local[start - first:stop - first].copy_(values)
-        first -= rows       # as the next slice counts
+def read_rows(tensors, parts, where=""):
+    """Fill {name: plain or sharded tensor} from {name: [slices to join along dimension 0]}; dtypes
+    stay. UserError, which begins with `where`, for NaN or infinity."""
+    for name, tensor in tensors.items():
+        local, first = local_rows(tensor.detach())
+        for piece in parts[name]:
+            rows = piece.get_shape()[0]
+            start, stop = max(first, 0), min(first + len(local), rows)
+            if start < stop:
+                values = piece[start:stop]
+                require(is_finite(values),
+                        f"{where}{name} holds NaN or infinity: these weights are damaged")
+                local[start - first:stop - first].copy_(values)
+            first -= rows       # as the next slice counts
 
 
 def load(world, folder, stem, tensors):
@@ -151,8 +153,7 @@ def load(world, folder, stem, tensors):
     # a 0-d tensor, such as Adam's step, was written as one row
     problem = mismatch({name: tensor.shape or (1,) for name, tensor in tensors.items()}, slices)
     require(not problem, f"{folder}: its {stem} tensors do not fit this run: {problem}")
-    for name, tensor in tensors.items():
-        read_rows(f"{folder}: {name}", tensor, slices[name])
+    read_rows(tensors, slices, f"{folder}: ")
     dist.barrier(world)      # a slow disk may take longer than a gradient collective's limit
 
 

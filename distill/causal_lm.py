@@ -164,12 +164,9 @@ def check_weights(model, parts, folder):
 def load_weights(weights, parts, world=None):
     """Fill {name: plain or sharded tensor} from weight_parts. Collective with a world."""
     for name, tensor in weights.items():
-        tensor = tensor.detach()
-        if name in parts:
-            tensor_io.read_rows(name, tensor, parts[name])
-            continue
-        for matrix, rows in split_experts(name, *tensor_io.local_rows(tensor)).items():
-            tensor_io.read_rows(matrix, rows, parts[matrix])
+        views = {name: tensor} if name in parts else split_experts(
+            name, *tensor_io.local_rows(tensor.detach()))
+        tensor_io.read_rows(views, parts)
     barrier(world or World())       # a slow disk may take long
 
 

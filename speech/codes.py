@@ -235,8 +235,6 @@ def fill_cache(world, clips, encoding):
         {number: Clip} of a file from which clips are encoded."""
         nonlocal known
         folder = encoding.folder()
-        checkpoint.prepare_folder(encoding.cache_dir, "--code_cache")
-        folder.mkdir(exist_ok=True)
         held = checkpoint.lock_folder(folder, "--code_cache", wait_s=0.9 * encoding.wait_limit_s,
                                       give_up=stop_requested)
         if not held:

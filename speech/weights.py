@@ -136,8 +136,7 @@ def add_lora(model, rank, alpha, dropout, targets, base_name, table=False, **kin
 
 def load_weights(weights, parts, world=None):
     """Fill {native name: plain or sharded tensor} from weight_parts. Collective with a world."""
-    for name, tensor in weights.items():
-        tensor_io.read_rows(name, tensor, parts[name])
+    tensor_io.read_rows(weights, parts)
     dist.barrier(world or dist.World())     # a slow disk may take long
 
 

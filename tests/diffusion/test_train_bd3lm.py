@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from core import checkpoint
 from core.cli import UserError
-from diffusion import dit, make_problems, published
+from diffusion import dit, make_problems
 from tests.helpers.block_runs import SCRIPT, train_bd3lm
 from tests.helpers.runs import CLOCK, CUTS, newest, rows, steps_of
 from tests.helpers.scripts import ASKED_AT
