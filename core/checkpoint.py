@@ -145,11 +145,10 @@ def lock_folder(folder, flag="--output_dir", name="run", wait_s=WAIT_S, give_up=
         if give_up():
             return None
         time.sleep(0.2)
-    now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     with dist.error_names_file(path):
         lock.truncate(0)
-        print(f"host {socket.gethostname()}, process {os.getpid()}, started {now}", file=lock,
-              flush=True)
+        print(f"host {socket.gethostname()}, process {os.getpid()}, started "
+              f"{time.strftime('%F %T UTC', time.gmtime())}", file=lock, flush=True)
     return lock
 
 

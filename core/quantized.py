@@ -92,11 +92,15 @@ class _NF4Product(torch.autograd.Function):
 
 class NF4Linear(FrozenLinear):
     """A linear layer whose weight is packed by pack()."""
-    nf4 = True          # read by packed_lm.py
+    nf4 = True          # read by tensor_io.load_base
 
     def product(self, rows):
         rows = rows.to(kernels.stream_dtype(rows))
         return _NF4Product.apply(rows, self.weight, self.out_features)
+
+    def fill(self, weight):
+        """Take a float weight (out, in)."""
+        self.weight.copy_(pack(weight))
 
 
 def to_nf4(layers):
@@ -108,19 +112,6 @@ def to_nf4(layers):
         module.__class__ = NF4Linear
         weight = module.weight.new_empty(sum(sizes(module.weight.numel())), dtype=torch.uint8)
         module.weight = nn.Parameter(weight, requires_grad=False)
-
-
-def load_nf4(model, load, weights, parts, world):
-    """load(weights, parts, world), one weight at a time, packing the weights of NF4Linear layers.
-    weights: {name: parameter} of the base in `model`. load: load_weights of the model's module."""
-    layers = {module.weight: module for module in model.modules() if isinstance(module, NF4Linear)}
-    for name, parameter in weights.items():
-        read, layer = parameter, layers.get(parameter)
-        if layer:
-            read = torch.empty(layer.out_features, layer.in_features, device=parameter.device)
-        load({name: read}, parts, world)
-        if layer:
-            parameter.copy_(pack(read))
 
 
 # ---- Float8

@@ -147,6 +147,20 @@ def read_rows(tensors, parts, where=""):
             first -= rows       # as the next slice counts
 
 
+def load_base(model, weights, parts, world=None, split=None):
+    """Fill {name: parameter} of a model from {name: [slices]}; NF4 layers quantize them one by one.
+    split(name, rows, first row): {name in `parts`: rows}. Collective with a world. UserError."""
+    layers = {module.weight: module for module in model.modules() if hasattr(module, "nf4")}
+    for name, weight in weights.items():
+        layer, read = layers.get(weight), weight
+        if layer:
+            read = torch.empty(layer.out_features, layer.in_features, device=weight.device)
+        read_rows({name: read} if name in parts else split(name, *local_rows(read.detach())), parts)
+        if layer:
+            layer.fill(read)
+    dist.barrier(world or dist.World())     # a slow disk may take long
+
+
 def load(world, folder, stem, tensors):
     """Fill {name: tensor}, plain or sharded, from STEM.safetensors. Collective. UserError."""
     slices = {name: [piece] for name, piece in open_tensors(files_of(folder, stem)).items()}

@@ -16,7 +16,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from core import tensor_io
 from core.cli import UserError, require
-from core.dist import World, barrier
 
 logging.disable_progress_bar()      # for loading weights: each rank would show one
 
@@ -159,15 +158,6 @@ def check_weights(model, parts, folder):
         wanted |= {stored: tensor.shape for stored, tensor in views.items()}
     problem = tensor_io.mismatch(wanted, parts)
     require(not problem, f"{folder}: {problem}: not the weights of {type(model).__name__}")
-
-
-def load_weights(weights, parts, world=None):
-    """Fill {name: plain or sharded tensor} from weight_parts. Collective with a world."""
-    for name, tensor in weights.items():
-        views = {name: tensor} if name in parts else split_experts(
-            name, *tensor_io.local_rows(tensor.detach()))
-        tensor_io.read_rows(views, parts)
-    barrier(world or World())       # a slow disk may take long
 
 
 # ---- Ends of answers
