@@ -233,8 +233,7 @@ if args.parallel != "ddp":
                args.cpu_offload, args.shard_size)
 model.to_empty(device="cpu" if args.cpu_offload else device)
 module.reset_buffers(native, device)        # to_empty leaves them unset
-named = adapters.base_weights(net) if args.use_lora else dict(native.named_parameters())
-tensor_io.load_base(native, named, parts, world)
+tensor_io.load_base(native, parts, world)
 if args.use_lora:
     adapters.load_adapters(net, resume) if resume else adapters.init_adapters(net, args.seed)
 if args.float8:

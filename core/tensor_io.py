@@ -147,11 +147,14 @@ def read_rows(tensors, parts, where=""):
             first -= rows       # as the next slice counts
 
 
-def load_base(model, weights, parts, world=None, split=None):
-    """Fill {name: parameter} of a model from {name: [slices]}; NF4 layers quantize them one by one.
+def load_base(model, parts, world=None, split=None):
+    """Fill a model, or the base under its adapters, from {name: [slices]}; NF4 layers quantize.
     split(name, rows, first row): {name in `parts`: rows}. Collective with a world. UserError."""
     layers = {module.weight: module for module in model.modules() if hasattr(module, "nf4")}
-    for name, weight in weights.items():
+    for name, weight in model.named_parameters():
+        if ".lora_" in name or ".modules_to_save." in name:     # of an adapter, in PEFT's names
+            continue
+        name = name.replace(".base_layer.", ".").replace(".original_module.", ".")
         layer, read = layers.get(weight), weight
         if layer:
             read = torch.empty(layer.out_features, layer.in_features, device=weight.device)

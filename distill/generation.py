@@ -13,7 +13,7 @@ def load_whole(folder, dtype, device="cpu"):
     parts = causal_lm.weight_parts(folder, model)
     causal_lm.check_weights(model, parts, folder)
     causal_lm.give_memory(model, device)
-    tensor_io.load_base(model, dict(model.named_parameters()), parts, split=causal_lm.split_experts)
+    tensor_io.load_base(model, parts, split=causal_lm.split_experts)
     return model.eval()
 
 

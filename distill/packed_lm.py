@@ -126,11 +126,7 @@ def load(model, parts, world, *, sharding=None, compiled=False):
         dist.shard(model, layers, world, **sharding)
     on_host = sharding and sharding.get("cpu_offload")
     causal_lm.give_memory(model, "cpu" if on_host else world.device, world.device)
-    base = dict(model.native.named_parameters())
-    if model.lora:
-        from core import adapters
-        base = adapters.base_weights(model.net)
-    tensor_io.load_base(model, base, parts, world, causal_lm.split_experts)
+    tensor_io.load_base(model.native, parts, world, causal_lm.split_experts)
 
 
 def loss_report(sums, prefix):

@@ -243,8 +243,7 @@ def load_model(folder, config, adapter, dtype, device, four_bits=False):
         quantized.to_nf4(module.layers(native))
     net.to_empty(device=device)
     module.reset_buffers(native, device)
-    tensor_io.load_base(native, adapters.base_weights(net) if adapter else
-                        dict(native.named_parameters()), parts)
+    tensor_io.load_base(native, parts)
     if adapter:
         adapters.load_adapters(net, adapter)
     return native.eval()
