@@ -212,11 +212,7 @@ if args.parallel != "ddp":
                args.cpu_offload, args.shard_size)
 model.to_empty(device="cpu" if args.cpu_offload else device)
 module.reset_buffers(native, device)        # to_empty leaves them unset
-named = adapters.base_weights(net) if args.use_lora else dict(native.named_parameters())
-if args.base_dtype == "nf4":
-    quantized.load_nf4(native, weights.load_weights, named, parts, world)
-else:
-    weights.load_weights(named, parts, world)
+tensor_io.load_base(native, parts, world)
 if args.use_lora:
     adapters.load_adapters(net, resume) if resume else adapters.init_adapters(net, args.seed)
 if args.float8:
@@ -412,7 +408,7 @@ while step < total_steps and not stopping:
         monitor.poll()
     stopping, improved = monitor.stop and (eval_due or not last), False
     with timer.timed("paused"):
-        checkpoint.check()
+        checkpoint.wait(only_if_done=True)
         if eval_due and not stopping:
             improved = validate()
             # asked to stop during validation: the next start validates first

@@ -113,13 +113,6 @@ def disable(model):
 # ---- Weights
 
 
-def base_weights(model):
-    """{name in the base model: parameter} of the base inside a PeftModel."""
-    named = model.get_base_model().named_parameters()
-    return {name.replace(".base_layer.", ".").replace(".original_module.", "."): parameter
-            for name, parameter in named if ".lora_" not in name and FULL_MARK not in name}
-
-
 def adapter_weights(model):
     """{name in adapter_model.safetensors: parameter}."""
     trained = {name: parameter for name, parameter in model.named_parameters() if ".lora_" in name

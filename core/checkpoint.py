@@ -12,18 +12,17 @@ import os
 import re
 import shutil
 import socket
-import stat
 import tempfile
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from core import dist, json_files, optim, tensor_io
 from core.cli import UserError, notice, one_line, require
-from core.dist import error_names_file
 
 MANIFEST = "manifest.json"
 STATE = "trainer_state"     # a folder that from_pretrained and PEFT do not read
@@ -36,14 +35,12 @@ UNFINISHED = r"checkpoint-\d+\.tmp-([0-9a-f]{8}|deleted-\d+)"
 def fsync(path):
     """Flush a file or folder to disk."""
     fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    os.fsync(fd)
+    os.close(fd)
 
 
 def sha256(path):
-    with error_names_file(path), open(path, "rb") as file:
+    with dist.error_names_file(path), open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -51,10 +48,11 @@ def write_atomically(path, write):
     """write(temporary_path), sync, rename onto path: readers see the old file or the new one."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.tmp")
-    with error_names_file(path):
+    with dist.error_names_file(path):
         temporary.unlink(missing_ok=True)       # of a killed process, or a link to another file
         write(temporary)
-        # before the rename: else a crash of the machine may leave an empty file of that name
+        # before the rename: else a crash of the machine may leave an empty file of that name; some
+        # disks report only here that they are full
         fsync(temporary)
         os.replace(temporary, path)
         fsync(path.parent)
@@ -78,20 +76,13 @@ def remove_named(folder, pattern):
                 path.unlink(missing_ok=True)
 
 
-def prepare_folder(folder, flag="--output_dir"):
+def prepare_folder(folder, flag):
     """Make a folder and try to write into it; UserError that names its flag."""
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise UserError(f"{flag} {folder}: cannot be written ({error.strerror})")
-
-
-def claim_output(output_dir):
-    """Prepare and lock a run's output folder, and remove what a killed run left in it."""
-    prepare_folder(output_dir)
-    lock_folder(output_dir)
-    remove_named(output_dir, UNFINISHED)
 
 
 @contextlib.contextmanager
@@ -123,44 +114,41 @@ def new_folder(output_dir, flag="--output_dir"):
 # server, which keeps a lost node's locks for 90 s
 WAIT_S = 3 if os.environ.get("SLURM_RESTART_COUNT", "0") == "0" else 120
 
-_held = {}              # {path of a lock: its open file} of this process
-# else a lock would be held until the last child ends
-os.register_at_fork(after_in_child=lambda: [lock.close() for lock in _held.values()])
+_held = {}      # {path of a lock: its open file} of this process
 
 
-def lock_folder(folder, flag="--output_dir", name="run", wait_s=WAIT_S, waiting=lambda: None):
-    """Lock a folder until the returned file is closed, or the process ends. UserError if another
-    process still holds the lock after wait_s seconds. waiting: called meanwhile."""
+def lock_folder(folder, flag="--output_dir", name="run", wait_s=WAIT_S, give_up=lambda: False):
+    """Make and lock a folder until the returned file is closed, or the process ends. UserError if
+    another process still holds the lock after wait_s seconds. None if give_up() is true before."""
+    prepare_folder(folder, flag)
     path, end = Path(folder) / f"{name}.lock", time.monotonic() + wait_s
     # opening a pipe could hang
-    require(not os.path.lexists(path) or stat.S_ISREG(os.lstat(path).st_mode),
+    require(path.is_file() and not path.is_symlink() or not os.path.lexists(path),
             f"{path}: is not a file; move it away, a run locks a file of this name")
     while True:
-        lock = _held[path] = open(path, "a")
+        lock = _held[path] = open(path, "a+", errors="replace")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(lock.fileno()), os.stat(path)):
+            if os.fstat(lock.fileno()).st_nlink:    # else it was deleted since it was opened
                 break
-        except (BlockingIOError, FileNotFoundError):    # locked, or deleted since it was opened
+        except BlockingIOError:
             pass
         except OSError as error:        # some network file systems have no locks
             notice(f"{path}: cannot be locked ({error.strerror}): start no second run there")
             break
-        owner = one_line(path.read_text(errors="replace").strip()) if path.exists() else ""
-        used = f"{folder}: another run is using it ({owner})"
+        lock.seek(0)
+        used = f"{folder}: another run is using it ({one_line(lock.read().strip())})"
         require(time.monotonic() < end, f"{flag} {used}; end it, or give another folder")
         if wait_s > 3:
             print(f"waiting    {used}")
             wait_s = 0      # it is announced once
-        waiting()
+        if give_up():
+            return None
         time.sleep(0.2)
-    now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-    with error_names_file(path):
+    with dist.error_names_file(path):
         lock.truncate(0)
-        lock.write(f"host {socket.gethostname()}, process {os.getpid()}, started {now}\n")
-        lock.flush()
-    with contextlib.suppress(PermissionError):      # another user's file
-        os.fchmod(lock.fileno(), os.stat(folder).st_mode & 0o666)   # who may use the folder
+        print(f"host {socket.gethostname()}, process {os.getpid()}, started "
+              f"{time.strftime('%F %T UTC', time.gmtime())}", file=lock, flush=True)
     return lock
 
 
@@ -171,20 +159,14 @@ _writer = ThreadPoolExecutor(1)
 _writing = []       # Future of the checkpoint that it writes
 
 
-def wait():
-    """Wait for the checkpoint that is being written. Call on every rank. UserError if it failed."""
-    while _writing:
+def wait(only_if_done=False):
+    """Wait for the checkpoint that is being written. Call on every rank. UserError if it failed.
+    only_if_done: asked in each step, so that ranks notice a failure at once."""
+    if _writing and (_writing[0].done() or not only_if_done):
         _writing.pop().result()
 
 
-def check():
-    """Raise UserError if the last write failed; ranks notice it within a step."""
-    if _writing and _writing[0].done():
-        wait()
-
-
-def save(world, args, step, model, optimizer, tensors, save_config, state,
-         split=lambda name, tensor: {name: tensor}):
+def save(world, args, step, model, optimizer, tensors, save_config, state, split=None):
     """Copy everything off the device and start to write OUTPUT_DIR/checkpoint-STEP. Collective.
     Older checkpoints are deleted once it is complete. UserError on all ranks if the last failed.
 
@@ -192,63 +174,54 @@ def save(world, args, step, model, optimizer, tensors, save_config, state,
     save_config(folder): writes the small files, on rank 0. state: JSON-able, with "best_step".
     split: as in tensor_io.stage."""
     wait()      # one at a time: two would hold twice the copies in host memory
-    output_dir = Path(args.output_dir)
-
-    def on_all_ranks(write):
-        """[write() of each rank]. If one fails, all ranks raise its error."""
-        try:
-            report = write(), ""
-        except Exception as error:      # tokenizers raise a bare Exception for a full disk
-            report = None, f"rank {world.rank}: {error}"
-        results, errors = zip(*dist.all_gather(world, report, world.save_group))
-        if any(errors):
-            if world.is_main:
-                remove_named(output_dir, UNFINISHED)    # frees disk space for the next one
-            raise UserError(f"checkpoint-{step} could not be written to {output_dir} "
-                            f"({'; '.join(filter(None, errors))}); earlier checkpoints are intact")
-        return results
-
-    def begin():
-        if world.is_main:
-            # a new name: ranks of an earlier run that still run never write into this folder
-            folder = output_dir / f"checkpoint-{step}.tmp-{uuid.uuid4().hex[:8]}"
-            folder.mkdir()
-            save_config(folder)
-            return folder, os.listdir(folder)
-
-    building, configs = on_all_ranks(begin)[0]
-    dist.reshard(model)
     rng = {"torch": torch.get_rng_state()}      # training uses no other generator
     if world.device.type == "cuda":
         rng["cuda"] = torch.cuda.get_rng_state(world.device)
-    states = dist.all_gather(world, rng)
-    moments = optim.state_tensors(optimizer, model.named_parameters())
-    share = tensor_io.stage(world, f"{STATE}/optimizer", moments)
-    for stem, named in tensors.items():
-        share |= tensor_io.stage(world, stem, named, stem != "adapter_model", split)
-    if world.is_main:
-        share |= {f"{STATE}/rng.pt": lambda path: torch.save(states, path),
-                  f"{STATE}/state.json": lambda path: path.write_text(json.dumps(state, indent=1)),
-                  **dict.fromkeys(configs, lambda path: None)}        # already written
+    names, states = zip(*dist.all_gather(world, (uuid.uuid4().hex[:8], rng)))
+    final = Path(args.output_dir) / f"checkpoint-{step}"
+    # a new name: ranks of an earlier run that still run never write into this folder
+    building, share = final.with_name(f"{final.name}.tmp-{names[0]}"), {}
 
-    def complete(records):
-        files = {name: record for share in records for name, record in share.items()}
-        text = json.dumps({"step": step, "files": files}, indent=1)
-        # last: it proves that all other files are complete
-        write_files(building, {MANIFEST: lambda path: path.write_text(text)})
-        for folder in [path for path in building.rglob("*") if path.is_dir()] + [building]:
-            fsync(folder)
-        final = output_dir / f"checkpoint-{step}"
-        if final.exists():      # passed over when resuming; now this step is reached again
-            os.rename(final, f"{final}.passed-over-{time.time_ns()}")
-        os.rename(building, final)
-        fsync(output_dir)
-        # only now that a newer checkpoint is complete
-        rotate(output_dir, step, args.save_total_limit, state["best_step"])
+    def fail(error):
+        if world.is_main:
+            remove_named(final.parent, UNFINISHED)      # frees disk space for the next one
+        raise UserError(f"{final.name} could not be written to {final.parent} ({error}); earlier "
+                        "checkpoints are intact")
+
+    if world.is_main:
+        try:
+            building.mkdir()
+            save_config(building)
+        except Exception as error:      # tokenizers raise a bare Exception for a full disk
+            fail(error)
+        share = {f"{STATE}/rng.pt": lambda path: torch.save(states, path),
+                 f"{STATE}/state.json": partial(Path.write_text, data=json.dumps(state, indent=1)),
+                 # already written: it is renamed to be synced
+                 **{name: partial(os.rename, building / name) for name in os.listdir(building)}}
+    moments = optim.state_tensors(optimizer, model.named_parameters())
+    for stem, named in {f"{STATE}/optimizer": moments, **tensors}.items():
+        share |= tensor_io.stage(world, stem, named, split)
 
     def write():
-        records = on_all_ranks(lambda: write_files(building, share))
-        on_all_ranks(lambda: world.is_main and complete(records))
+        try:
+            for name, write_file in share.items():
+                (building / name).parent.mkdir(exist_ok=True)
+                write_atomically(building / name, write_file)
+            report = [(name, file_record(building / name)) for name in share], ""
+        except Exception as error:
+            report = [], f"rank {world.rank}: {error}"
+        records, errors = zip(*dist.all_gather(world, report, world.save_group))
+        if any(errors):
+            fail("; ".join(filter(None, errors)))
+        if world.is_main:
+            # last: it proves that all other files are complete
+            write_json(building / MANIFEST, {"step": step, "files": dict(sum(records, []))})
+            if final.exists():      # passed over when resuming; now this step is reached again
+                os.rename(final, f"{final}.passed-over-{time.time_ns()}")
+            os.rename(building, final)
+            fsync(final.parent)
+            # only now that a newer checkpoint is complete
+            rotate(final.parent, step, args.save_total_limit, state["best_step"])
 
     _writing.append(_writer.submit(write))
 
@@ -296,16 +269,6 @@ def find_newest(output_dir, resume, identity=None):
     return None, {}
 
 
-def write_files(folder, files):
-    """Call each write(path), sync -> {relative path: file_record()}. OSError names the file."""
-    for name, write in files.items():
-        with error_names_file(folder / name):
-            (folder / name).parent.mkdir(exist_ok=True)
-            write(folder / name)
-            fsync(folder / name)        # some disks report only here that they are full
-    return {name: file_record(folder / name) for name in files}
-
-
 def file_record(path):
     """{"bytes", "sha256"} of a file, read back from disk; None if it is missing."""
     return {"bytes": path.stat().st_size, "sha256": sha256(path)} if path.is_file() else None
@@ -320,14 +283,12 @@ def list_checkpoints(output_dir):
 
 def find_damage(path):
     """Describes the damage to a checkpoint; "" if all checksums match. OSError: unreadable file."""
-    if not (path / MANIFEST).is_file():
-        return f"no {MANIFEST}"     # the folder was made by hand, or copied in part
     try:
-        listed = dict(json_files.loads((path / MANIFEST).read_bytes())["files"])
-    except (ValueError, TypeError, KeyError):
-        listed = {}
-    if f"{STATE}/state.json" not in listed:     # an empty list would match any folder
-        return f"unreadable {MANIFEST}"
+        listed = dict(json_files.read_object(path / MANIFEST)["files"])
+        listed[f"{STATE}/state.json"]       # an empty list would match any folder
+    except (UserError, ValueError, KeyError, TypeError):
+        # without one the folder was made by hand, or copied in part
+        return f"{'unreadable' if (path / MANIFEST).is_file() else 'no'} {MANIFEST}"
     with ThreadPoolExecutor(16) as pool:        # hashing releases the GIL
         for name, present in zip(listed, pool.map(lambda name: file_record(path / name), listed)):
             if present != listed[name]:
@@ -342,6 +303,5 @@ def rotate(output_dir, newest, keep, best_step=None):
     for step, path in complete[:-keep] if keep else ():     # 0 keeps all
         if step != best_step:
             # renamed first: a kill leaves no partial checkpoint under this name
-            doomed = path.with_name(f"{path.name}.tmp-deleted-{time.time_ns()}")
-            os.rename(path, doomed)
-            shutil.rmtree(doomed, ignore_errors=True)       # NFS deletes open files later
+            os.rename(path, f"{path}.tmp-deleted-{time.time_ns()}")
+    remove_named(output_dir, UNFINISHED)

@@ -50,7 +50,7 @@ def rounded_nf4(change=None):
 
 class NF4Linear(nn.Linear):
     """A linear layer of a weight in NF4: quantize()'s values are in `weight`."""
-    nf4, state = True, None         # nf4: read by packed_lm.py
+    nf4, state = True, None         # nf4: read by tensor_io.load_base
 
     def forward(self, x):
         from bitsandbytes import functional, matmul_4bit
@@ -73,19 +73,6 @@ def to_nf4(layers):
         module.__class__, module.dtype = NF4Linear, module.weight.dtype
         weight = module.weight.new_empty(int(module.weight.numel() * BITS / 8), dtype=torch.uint8)
         module.weight = nn.Parameter(weight, requires_grad=False)
-
-
-def load_nf4(model, load, weights, parts, world):
-    """load(weights, parts, world), one weight at a time, quantizing those of NF4Linear layers.
-    weights: {name: parameter} of the base in `model`. load: load_weights of the model's module."""
-    layers = {module.weight: module for module in model.modules() if isinstance(module, NF4Linear)}
-    for name, parameter in weights.items():
-        read, layer = parameter, layers.get(parameter)
-        if layer:
-            read = torch.empty(layer.out_features, layer.in_features, device=parameter.device)
-        load({name: read}, parts, world)
-        if layer:
-            layer.fill(read)
 
 
 # ---- Float8

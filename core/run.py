@@ -68,7 +68,8 @@ def open_output(args, world):
     name = torch.cuda.get_device_name() if world.device.type == "cuda" else "CPU"
     kind = "bf16" if args.bf16 else "fp16" if getattr(args, "fp16", False) else "fp32"
     print(f"device     {world.size} x {name}, torch {torch.__version__}, {kind}")
-    checkpoint.claim_output(args.output_dir)
+    checkpoint.lock_folder(args.output_dir)
+    checkpoint.remove_named(args.output_dir, checkpoint.UNFINISHED)
     for name in (MARKER, "stop", json_files.LIST):
         (Path(args.output_dir) / name).unlink(missing_ok=True)
     if "tensorboard" in args.report_to:

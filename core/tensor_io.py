@@ -15,10 +15,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import distributed as c10d
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from core import dist
 from core.cli import UserError, first_line, require
-from core.dist import error_names_file
 
 WINDOW = 256 * 2**20        # bytes that a rank gathers before it copies them to the host
 FLOATS = {"F64", "F32", "F16", "BF16"}      # integers and float8 would need scales
@@ -30,16 +30,14 @@ def local_rows(tensor):
     """(this rank's plain tensor, the number of its first row); a 0-d tensor becomes (1,)."""
     if not isinstance(tensor, DTensor):
         return tensor.view(tensor.shape or (1,)), 0
-    rows, mesh = tensor.shape[0], tensor.device_mesh
-    shard = mesh.ndim - 1       # under HSDP the dimension before it replicates
-    # FSDP2 splits dimension 0 as torch.chunk does
-    return tensor.to_local(), min(mesh.get_local_rank(shard) * -(-rows // mesh.size(shard)), rows)
+    _, (first, *_) = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements)
+    return tensor.to_local(), first
 
 
-@torch.no_grad()
 def fill(tensor, whole):
     """Copy a whole tensor, the same on every rank, into a plain or sharded tensor."""
-    local, first = local_rows(tensor)
+    local, first = local_rows(tensor.detach())
     local.copy_(whole[first:first + len(local)])
 
 
@@ -47,10 +45,9 @@ def full_tensor(tensor):
     """The whole tensor of a sharded one. Collective among the ranks that hold a shard. Not
     DTensor.full_tensor(): gloo sometimes frees its collective's long name twice (torch 2.13)."""
     local, mesh = tensor.to_local(), tensor.device_mesh
-    shards = mesh.size(mesh.ndim - 1)
+    shards = mesh.size(mesh.ndim - 1)       # under HSDP the dimension before it replicates
     rows = -(-tensor.shape[0] // shards)        # shards at the end may have fewer: they are padded
-    padded = local.new_zeros(rows, *local.shape[1:])
-    padded[:len(local)] = local
+    padded = torch.cat([local, local.new_zeros(rows - len(local), *local.shape[1:])])
     whole = local.new_empty(shards * rows, *local.shape[1:])
     gather_rows(whole, padded, group=mesh.get_group(mesh.ndim - 1))
     return whole[:tensor.shape[0]]
@@ -76,7 +73,7 @@ def fingerprint_files(paths, form="{} {}"):
     """Short hash of files: their names and sizes, formatted by `form`, and both their ends."""
     digest = hashlib.sha256()
     for path in paths:
-        with error_names_file(path), open(path, "rb") as file:
+        with dist.error_names_file(path), open(path, "rb") as file:
             size = file.seek(0, os.SEEK_END)
             digest.update(form.format(path.name, size).encode())
             for start in (0, max(0, size - 2**20)):
@@ -103,10 +100,10 @@ def open_tensors(paths):
 
 def files_of(folder, stem):
     """STEM.safetensors of a folder, or its parts STEM-00001-of-00008.safetensors. UserError."""
-    whole = Path(folder) / f"{stem}.safetensors"
-    parts = sorted(Path(folder).glob(f"{stem}-*-of-*.safetensors"))
-    require(whole.exists() or parts, f"{folder}: holds no {stem}.safetensors, nor its parts")
-    return [whole] if whole.exists() else parts
+    names = f"{stem}.safetensors", f"{stem}-*-of-*.safetensors"
+    whole, parts = (sorted(Path(folder).glob(name)) for name in names)
+    require(whole or parts, f"{folder}: holds no {names[0]}, nor its parts")
+    return whole or parts
 
 
 def shape_of(slices):
@@ -117,39 +114,54 @@ def shape_of(slices):
 
 def mismatch(wanted, slices):
     """Describes how slices {name: [slice, ...]} differ from the wanted {name: shape}, or ""."""
-    both = wanted.keys() & slices.keys()
-    faults = {"missing keys": wanted.keys() - slices.keys(),
-              "unexpected keys": slices.keys() - wanted.keys(),
-              "mismatched keys": [
-                  f"{name} {shape_of(slices[name])} instead of {tuple(wanted[name])}"
-                  for name in both if shape_of(slices[name]) != tuple(wanted[name])],
-              "tensors that are not floats": [
-                  name for name in both if {p.get_dtype() for p in slices[name]} - FLOATS]}
+    shapes = {name: shape_of(pieces) for name, pieces in slices.items()}
+    faults = {"missing keys": wanted.keys() - shapes.keys(),
+              "unexpected keys": shapes.keys() - wanted.keys(),
+              "mismatched keys": [f"{name} {shape} instead of {tuple(wanted[name])}" for name, shape
+                                  in shapes.items() if shape != wanted.get(name, shape)],
+              "tensors that are not floats": [name for name, pieces in slices.items()
+                                              if {p.get_dtype() for p in pieces} - FLOATS]}
     return "; ".join(f"{len(names)} {fault}, first {', '.join(sorted(names)[:20])}"
                      for fault, names in faults.items() if names)
 
 
-@torch.no_grad()
 def is_finite(tensor):
     """True if a tensor holds neither NaN nor infinity, in one pass over it."""
     # aminmax propagates NaN, and is 20 times as fast as torch.isfinite(tensor).all()
-    return not tensor.numel() or all(map(math.isfinite, map(float, torch.aminmax(tensor))))
+    return not tensor.numel() or all(map(math.isfinite, map(float, torch.aminmax(tensor.detach()))))
 
 
-@torch.no_grad()
-def read_rows(name, tensor, slices):
-    """Fill a plain or sharded tensor from slices joined along dimension 0; it keeps its dtype.
-    UserError for NaN or infinity."""
-    local, first = local_rows(tensor)
-    offset = 0      # the row of the joined tensor where this slice begins
-    for piece in slices:
-        rows = piece.get_shape()[0]
-        start, stop = max(first, offset), min(first + len(local), offset + rows)
-        if start < stop:
-            values = piece[start - offset:stop - offset]
-            require(is_finite(values), f"{name} holds NaN or infinity: these weights are damaged")
-            local[start - first:stop - first].copy_(values)
-        offset += rows
+def read_rows(tensors, parts, where=""):
+    """Fill {name: plain or sharded tensor} from {name: [slices to join along dimension 0]}; dtypes
+    stay. UserError, which begins with `where`, for NaN or infinity."""
+    for name, tensor in tensors.items():
+        local, first = local_rows(tensor.detach())
+        for piece in parts[name]:
+            rows = piece.get_shape()[0]
+            start, stop = max(first, 0), min(first + len(local), rows)
+            if start < stop:
+                values = piece[start:stop]
+                require(is_finite(values),
+                        f"{where}{name} holds NaN or infinity: these weights are damaged")
+                local[start - first:stop - first].copy_(values)
+            first -= rows       # as the next slice counts
+
+
+def load_base(model, parts, world=None, split=None):
+    """Fill a model, or the base under its adapters, from {name: [slices]}; NF4 layers quantize.
+    split(name, rows, first row): {name in `parts`: rows}. Collective with a world. UserError."""
+    layers = {module.weight: module for module in model.modules() if hasattr(module, "nf4")}
+    for name, weight in model.named_parameters():
+        if ".lora_" in name or ".modules_to_save." in name:     # of an adapter, in PEFT's names
+            continue
+        name = name.replace(".base_layer.", ".").replace(".original_module.", ".")
+        layer, read = layers.get(weight), weight
+        if layer:
+            read = torch.empty(layer.out_features, layer.in_features, device=weight.device)
+        read_rows({name: read} if name in parts else split(name, *local_rows(read.detach())), parts)
+        if layer:
+            layer.fill(read)
+    dist.barrier(world or dist.World())     # a slow disk may take long
 
 
 def load(world, folder, stem, tensors):
@@ -158,18 +170,16 @@ def load(world, folder, stem, tensors):
     # a 0-d tensor, such as Adam's step, was written as one row
     problem = mismatch({name: tensor.shape or (1,) for name, tensor in tensors.items()}, slices)
     require(not problem, f"{folder}: its {stem} tensors do not fit this run: {problem}")
-    for name, tensor in tensors.items():
-        read_rows(f"{folder}: {name}", tensor.detach(), slices[name])
+    read_rows(tensors, slices, f"{folder}: ")
     dist.barrier(world)      # a slow disk may take longer than a gradient collective's limit
 
 
 # ---- Writing
 
 
-@torch.no_grad()
-def stage(world, stem, named, spread=True, split=lambda name, tensor: {name: tensor}):
+def stage(world, stem, named, split=None):
     """Copy {name: tensor} off the device -> {file name: write(path)} of the files this rank writes.
-    Collective, with the same names on every rank. Rank 0 writes plain tensors; if `spread`, sharded
+    Collective, with the same names on every rank. Rank 0 writes plain tensors and adapters; sharded
     ones are distributed over all ranks, one file each. split(name, tensor): {name: tensor} as files
     hold it."""
     share, numels = {}, [0] * world.size        # {name: tensor on the host}, what each rank writes
@@ -177,7 +187,7 @@ def stage(world, stem, named, spread=True, split=lambda name, tensor: {name: ten
     for number, (name, tensor) in enumerate(named.items(), 1):
         owner, tensor = 0, tensor.detach()
         if isinstance(tensor, DTensor):
-            if spread:
+            if stem != "adapter_model":     # PEFT reads one file
                 owner = numels.index(min(numels))       # the rank with the least to write
                 numels[owner] += tensor.numel()
             tensor = full_tensor(tensor.to(world.device))       # shards may be on the host
@@ -185,7 +195,8 @@ def stage(world, stem, named, spread=True, split=lambda name, tensor: {name: ten
         assert tensor.untyped_storage().nbytes() or not tensor.numel(), (
             f"{name} is a gathered weight that FSDP2 has freed: call dist.reshard(model) first")
         if owner == world.rank:
-            waiting |= split(name, tensor.reshape(tensor.shape or (1,)).contiguous())
+            tensor = tensor.reshape(tensor.shape or (1,)).contiguous()
+            waiting |= split(name, tensor) if split else {name: tensor}
         if gathered > WINDOW * world.size or number == len(named):  # all ranks copy simultaneously
             share |= {key: piece.to("cpu", copy=True) for key, piece in waiting.items()}
             waiting, gathered = {}, 0
@@ -193,20 +204,18 @@ def stage(world, stem, named, spread=True, split=lambda name, tensor: {name: ten
     def write(path):
         bad = sorted(name for name, tensor in share.items() if not is_finite(tensor))
         # else rotation could delete the last usable checkpoint
-        require(not bad, f"{path.name}: {len(bad)} of its tensors hold NaN or infinity, first "
-                         f"{', '.join(bad[:5])}")
+        require(not bad, f"{stem}.safetensors: {len(bad)} of its tensors hold NaN or infinity, "
+                         f"first {', '.join(bad[:5])}")
         save(share, path)
 
-    names = {rank: held for rank, held in enumerate(dist.all_gather(world, list(share))) if held}
-    files = {rank: f"{stem}-{number:05d}-of-{len(names):05d}.safetensors"
-             for number, rank in enumerate(names, 1)}
-    if len(names) == 1:
-        return {f"{stem}.safetensors": write} if share else {}
+    held = {rank: names for rank, names in enumerate(dist.all_gather(world, list(share))) if names}
+    form = stem + "-{:05}-of-{:05}.safetensors" if len(held) > 1 else stem + ".safetensors"
+    files = {rank: form.format(number, len(held)) for number, rank in enumerate(held, 1)}
     writes = {files[world.rank]: write} if share else {}
-    if files and world.is_main:     # the index that transformers reads
+    if len(held) > 1 and world.is_main:     # the index that transformers reads
         index = {"metadata": {"total_size": sum(tensor.nbytes for tensor in named.values())},
                  "weight_map": dict(sorted((name, Path(files[rank]).name)
-                                           for rank, held in names.items() for name in held))}
+                                           for rank, names in held.items() for name in names))}
         writes[f"{stem}.safetensors.index.json"] = lambda path: path.write_text(
             json.dumps(index, indent=1) + "\n")
     return writes

@@ -68,22 +68,16 @@ def load_checkpoint(folder):
     return (backbone.merge_adapters(model) if config.lora else model).eval(), stored
 
 
-def state_of(folder):
-    """trainer_state/state.json of a checkpoint."""
-    return json_files.read_object(folder / checkpoint.STATE / "state.json")
-
-
 def find_checkpoint(name, flag="--checkpoint"):
     """A checkpoint folder; for an OUTPUT_DIR the best intact one, else the newest. UserError."""
     folder = Path(name)
-    require(folder.is_dir(), f"{flag} {name}: no such folder")
     newest, state = checkpoint.find_newest(folder, "auto")      # UserError if all are damaged
     if not newest:
         wrong = checkpoint.find_damage(folder)
         require(not wrong, f"{flag} {name}: is not a checkpoint, and holds none ({wrong})")
         return folder
     best = folder / f"checkpoint-{state.get('best_step')}"
-    return best if best.is_dir() and not checkpoint.find_damage(best) else newest
+    return newest if checkpoint.find_damage(best) else best
 
 
 class Origin(NamedTuple):
@@ -338,7 +332,8 @@ def export(folder, output, file_format="usual"):
             "--format sdar: train from a Qwen3 model with its tokenizer, so that the mask has id "
             f"{SDAR_MASK_ID}, not {config.mask_id}")
     if not source:
-        t_range = state_of(folder).get("t_range", choices.FULL)
+        trained = json_files.read_object(folder / checkpoint.STATE / "state.json")
+        t_range = trained.get("t_range", choices.FULL)
         state = official_state(model.state_dict(), config.heads, t_range)
         written = {
             "architectures": ["BD3LM"], "model_type": "bd3lm", "torch_dtype": "float32",

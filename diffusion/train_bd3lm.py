@@ -364,7 +364,7 @@ while step < total_steps and not stopping and stale < patience:
         monitor.poll()
     stopping, improved = monitor.stop and (eval_due or not last), False
     with timer.timed("paused"):
-        checkpoint.check()
+        checkpoint.wait(only_if_done=True)
         if eval_due and not stopping:
             improved = validate()
             # asked to stop during validation: the next start validates first

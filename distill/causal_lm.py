@@ -16,7 +16,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from core import tensor_io
 from core.cli import UserError, require
-from core.dist import World, barrier
 
 logging.disable_progress_bar()      # for loading weights: each rank would show one
 
@@ -159,19 +158,6 @@ def check_weights(model, parts, folder):
         wanted |= {stored: tensor.shape for stored, tensor in views.items()}
     problem = tensor_io.mismatch(wanted, parts)
     require(not problem, f"{folder}: {problem}: not the weights of {type(model).__name__}")
-
-
-@torch.no_grad()
-def load_weights(weights, parts, world=None):
-    """Fill {name: plain or sharded tensor} from weight_parts. Collective with a world."""
-    for name, tensor in weights.items():
-        tensor = tensor.detach()
-        if name in parts:
-            tensor_io.read_rows(name, tensor, parts[name])
-            continue
-        for matrix, rows in split_experts(name, *tensor_io.local_rows(tensor)).items():
-            tensor_io.read_rows(matrix, rows, parts[matrix])
-    barrier(world or World())       # a slow disk may take long
 
 
 # ---- Ends of answers

@@ -415,7 +415,7 @@ def main(argv=None):
         data["unrelated_lines_left_out"] = len(chats) - len(unseen)
         unrelated, _ = encode(run, unseen, args.unrelated, turns="last")
         require(unrelated, f"--unrelated {args.unrelated}: --keep trained each of its questions")
-    checkpoint.claim_output(args.output_dir)
+    checkpoint.lock_folder(args.output_dir)
 
     # models
     columns = open_columns(run, prompt, device, dtype)

@@ -281,7 +281,7 @@ class Sampler:
         from core import adapters
         dist.reshard(model)
         weights = adapters.adapter_weights(model.net)
-        files = tensor_io.stage(self.world, "adapter_model", weights, spread=False)
+        files = tensor_io.stage(self.world, "adapter_model", weights)
         previous, self.name = self.name, f"student-{self.run}-{step}"
 
         def load():

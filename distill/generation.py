@@ -3,6 +3,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
+from core import tensor_io
 from distill import causal_lm
 
 
@@ -12,7 +13,7 @@ def load_whole(folder, dtype, device="cpu"):
     parts = causal_lm.weight_parts(folder, model)
     causal_lm.check_weights(model, parts, folder)
     causal_lm.give_memory(model, device)
-    causal_lm.load_weights(dict(model.named_parameters()), parts)
+    tensor_io.load_base(model, parts, split=causal_lm.split_experts)
     return model.eval()
 
 

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import nn
 
-from core import dist, kernels
+from core import dist, kernels, tensor_io
 from core.cli import require
 from distill import causal_lm
 from distill.chat_data import PackedChats
@@ -126,15 +126,7 @@ def load(model, parts, world, *, sharding=None, compiled=False):
         dist.shard(model, layers, world, **sharding)
     on_host = sharding and sharding.get("cpu_offload")
     causal_lm.give_memory(model, "cpu" if on_host else world.device, world.device)
-    base = dict(model.native.named_parameters())
-    if model.lora:
-        from core import adapters
-        base = adapters.base_weights(model.net)
-    if any(hasattr(module, "nf4") for module in model.modules()):
-        from core import quantized
-        quantized.load_nf4(model, causal_lm.load_weights, base, parts, world)
-    else:
-        causal_lm.load_weights(base, parts, world)
+    tensor_io.load_base(model.native, parts, world, causal_lm.split_experts)
 
 
 def loss_report(sums, prefix):

@@ -375,7 +375,7 @@ while step < total_steps and not stopping:
         monitor.poll()
     stopping, improved = monitor.stop and (eval_due or not last), False
     with timer.timed("paused"):
-        checkpoint.check()
+        checkpoint.wait(only_if_done=True)
         if eval_due and not stopping:
             improved = validate()
             eval_due = stopping = improved is None      # asked to stop: the next start validates

@@ -229,22 +229,16 @@ def fill_cache(world, clips, encoding):
     0 needs `clips`."""
     known = None        # on rank 0: ClipCodes
 
-    def check_stop():
-        if stop_requested():
-            raise run.Stopped("")
-
     def plan():
         """(cache folder, [jobs of each rank]); jobs are None if the run has to stop. A job is
         {number: Clip} of a file from which clips are encoded."""
         nonlocal known
         folder = encoding.folder()
-        checkpoint.prepare_folder(encoding.cache_dir, "--code_cache")
-        folder.mkdir(exist_ok=True)
-        try:
-            lock.enter_context(checkpoint.lock_folder(
-                folder, "--code_cache", wait_s=0.9 * encoding.wait_limit_s, waiting=check_stop))
-        except run.Stopped:
+        held = checkpoint.lock_folder(folder, "--code_cache", wait_s=0.9 * encoding.wait_limit_s,
+                                      give_up=stop_requested)
+        if not held:
             return folder, None
+        lock.enter_context(held)
         checkpoint.remove_named(folder, r"\.codes-[0-9a-f]{32}\.safetensors\.tmp.*")    # of a kill
         known = look_up(folder, clips)      # another run may have filled it
         jobs = {}

@@ -106,7 +106,7 @@ from speech.conversations import FRAME_RATE
 
 def earlier_results():
     """Claim the output folder and return its old files. UserError for them without --overwrite."""
-    checkpoint.claim_output(args.output_dir)
+    checkpoint.lock_folder(args.output_dir)
     old = [path for path in Path(args.output_dir).iterdir() if path.name == BEST
            or path.suffix in (".wav", ".json", ".npy") and path.stem.isdigit()]
     require(args.overwrite or not old, f"--output_dir {args.output_dir} holds an earlier run's "

@@ -250,8 +250,9 @@ def main():
     world = dist.init(600, args.wait_timeout)
     require(args.device != "cuda" or world.device.type == "cuda",
             "--device cuda: there is no GPU here")
-    dist.rank0(world, checkpoint.claim_output, args.output_dir)
-    dist.rank0(world, (Path(args.output_dir) / LIST).unlink, True)      # of an earlier run
+    if world.is_main:
+        checkpoint.lock_folder(args.output_dir)
+        (Path(args.output_dir) / LIST).unlink(missing_ok=True)      # of an earlier run
     folder, config_dict, codec_dir = weights.find_files(
         world, args.model_path, args.audio_tokenizer_path)
     module = weights.module(config_dict)

@@ -13,7 +13,6 @@ import shutil
 import tempfile
 import textwrap
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +20,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, StoppingCriteriaList
 
-from core import adapters, dist
+from core import adapters, dist, tensor_io
 from core.checkpoint import write_atomically, write_json
 from core.cli import (UserError, plural, problem_text, require, require_package,
                       stop_requested)
@@ -231,7 +230,7 @@ def load_model(folder, config, adapter, dtype, device, four_bits=False):
     in fp32. config: config.json as a dict. four_bits: NF4. Raises UserError."""
     module = weights.module(config)
     native = net = module.empty_model(config, dtype)
-    parts, load = module.weight_parts(folder, config), weights.load_weights
+    parts = module.weight_parts(folder, config)
     weights.check_weights(native, parts, folder)
     if adapter:
         net = adapters.add_saved_lora(native, adapter, whole=module.WHOLE_MODULES)
@@ -242,10 +241,9 @@ def load_model(folder, config, adapter, dtype, device, four_bits=False):
         for name, parameter in native.named_parameters():      # converts frozen weights only
             parameter.requires_grad_("lora_" in name)
         quantized.to_nf4(module.layers(native))
-        load = partial(quantized.load_nf4, native, load)
     net.to_empty(device=device)
     module.reset_buffers(native, device)
-    load(adapters.base_weights(net) if adapter else dict(native.named_parameters()), parts, None)
+    tensor_io.load_base(native, parts)
     if adapter:
         adapters.load_adapters(net, adapter)
     return native.eval()

@@ -134,13 +134,6 @@ def add_lora(model, rank, alpha, dropout, targets, base_name, table=False, **kin
     return net
 
 
-def load_weights(weights, parts, world=None):
-    """Fill {native name: plain or sharded tensor} from weight_parts. Collective with a world."""
-    for name, tensor in weights.items():
-        tensor_io.read_rows(name, tensor.detach(), parts[name])
-    dist.barrier(world or dist.World())     # a slow disk may take long
-
-
 def reset_buffers(model, device):
     """Compute the buffers that no file contains, which to_empty leaves unset."""
     inner, config = model.model, model.config

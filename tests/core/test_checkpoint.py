@@ -46,7 +46,7 @@ def make(folder):
 
 def save(out, step, begun=lambda model: None):
     """Save as a trainer does; only the best and the last checkpoint stay. begun(model) runs during the write."""
-    checkpoint.claim_output(out)
+    checkpoint.lock_folder(out)
     model = torch.nn.Linear(3, 2)
     torch.nn.init.constant_(model.weight, step)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -119,30 +119,30 @@ def test_a_second_save_of_a_step_keeps_the_first(tmp_path):
 
 
 def test_training_during_a_save_does_not_change_the_checkpoint(tmp_path, monkeypatch):
-    trained, write_files = threading.Event(), checkpoint.write_files
+    trained, write_atomically = threading.Event(), checkpoint.write_atomically
 
     def train(model):
         torch.nn.init.zeros_(model.weight)
         trained.set()
-    monkeypatch.setattr(checkpoint, "write_files", lambda *args: trained.wait(60) and write_files(*args))
+    monkeypatch.setattr(checkpoint, "write_atomically", lambda *args: trained.wait(60) and write_atomically(*args))
     save(tmp_path, 4, train)
     assert load_file(tmp_path / "checkpoint-4" / "model.safetensors")["weight"].unique().tolist() == [4]
 
 
 def test_a_failed_write_is_noticed_at_the_next_step(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "write_files", lambda *args: 1 / 0)
+    monkeypatch.setattr(checkpoint, "write_atomically", lambda *args: 1 / 0)
 
     def next_steps(model):
         with pytest.raises(UserError, match="checkpoint-4 could not be written .* earlier checkpoints are intact"):
             for _ in range(100):
-                checkpoint.check()
+                checkpoint.wait(only_if_done=True)
                 time.sleep(0.05)
     save(tmp_path, 4, next_steps)
 
 
 def test_a_run_that_fails_completes_its_checkpoint_first(tmp_path, monkeypatch):
-    write_files = checkpoint.write_files
-    monkeypatch.setattr(checkpoint, "write_files", lambda *args: time.sleep(0.5) or write_files(*args))
+    write_atomically = checkpoint.write_atomically
+    monkeypatch.setattr(checkpoint, "write_atomically", lambda *args: time.sleep(0.5) or write_atomically(*args))
     monitor = optim.StepMonitor(World(device=torch.device("cpu")), str)
     monitor.push(5, torch.zeros(()), False)
 
@@ -168,7 +168,7 @@ def test_files_are_synced_before_the_rename(tmp_path, monkeypatch):
     save(tmp_path, 4)
     final = tmp_path / "checkpoint-4"
     renamed = calls.index(("rename", str(final)))
-    before = {re.sub(r"\.tmp-\w+", "", path) for name, path in calls[:renamed] if name == "fsync"}
+    before = {re.sub(r"\.tmp-\w+", "", path) for _, path in calls[:renamed]}    # the manifest is replaced, see below
     assert before >= {str(path) for path in [final, *final.rglob("*")]}
     assert ("fsync", str(tmp_path)) in calls[renamed:]
     calls.clear()
@@ -186,8 +186,8 @@ def test_cleanup_deletes_only_leftovers_of_this_code(tmp_path):
             (tmp_path / name).mkdir()
             (tmp_path / name / "model.safetensors").write_text("weights")
     (tmp_path / "checkpoint-7.tmp-0123abcd").symlink_to(tmp_path / "checkpoint-500")    # only the link goes
-    checkpoint.claim_output(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "run.lock") == sorted(FOREIGN)
+    checkpoint.remove_named(tmp_path, checkpoint.UNFINISHED)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(FOREIGN)
     assert all((tmp_path / name / "model.safetensors").exists() for name in FOREIGN if name[0] != ".")
 
 

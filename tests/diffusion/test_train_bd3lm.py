@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from core import checkpoint
 from core.cli import UserError
-from diffusion import dit, make_problems, published
+from diffusion import dit, make_problems
 from tests.helpers.block_runs import SCRIPT, train_bd3lm
 from tests.helpers.runs import CLOCK, CUTS, newest, rows, steps_of
 from tests.helpers.scripts import ASKED_AT
@@ -131,7 +131,7 @@ def test_a_stop_during_a_validation_changes_nothing(pool, demo, shared, tmp_path
     resumed = Run(0, printed, output)
     assert rows(resumed) == rows(whole)
     keys = ("best_step", "best", "stale", "t_range", "eval_due")
-    metas = [published.state_of(newest(run)) for run in (whole, resumed)]
+    metas = [json.loads((newest(run) / checkpoint.STATE / "state.json").read_text()) for run in (whole, resumed)]
     assert [metas[0][key] for key in keys] == [metas[1][key] for key in keys] and not metas[0]["eval_due"]
     expected, actual = states(newest(whole)), states(newest(resumed))
     assert expected.keys() == actual.keys() and all(torch.equal(actual[key], expected[key]) for key in expected)
@@ -201,7 +201,7 @@ def test_one_bad_step_is_skipped_and_reported(pool, demo, tmp_path):
     first, second, third = (states(run.output_dir / f"checkpoint-{step}") for step in (1, 2, 3))
     assert all(torch.equal(tensor, second[key]) for key, tensor in first.items())
     assert not all(torch.equal(tensor, third[key]) for key, tensor in first.items())
-    assert published.state_of(newest(run))["averaged"] == 3
+    assert json.loads((newest(run) / checkpoint.STATE / "state.json").read_text())["averaged"] == 3
 
 
 BAD = {

@@ -100,7 +100,7 @@ def test_folders_that_cannot_be_used(run, tmp_path):
     (tmp_path / "prepared").mkdir()
     (tmp_path / "prepared" / "prepared.json").write_text("{}")
     assert_refused(run(name="taken"), f"--output_dir {taken}: cannot be written")
-    assert_refused(run("--code_cache", taken), f"--code_cache {taken}: cannot be written (File exists)")
+    assert_refused(run("--code_cache", taken), f"--code_cache {taken}/", "cannot be written (Not a directory)")
     assert_refused(run("--train_data_file", tmp_path / "prepared", "--code_cache", tmp_path / "codes"),
               "prepared has its codes already; drop the flag")
 

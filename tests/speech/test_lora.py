@@ -93,7 +93,7 @@ def save(net, folder):
     folder.mkdir(exist_ok=True)
     weights = adapters.adapter_weights(net)
     alone = World(device=torch.device("cpu"))
-    for name, write in tensor_io.stage(alone, "adapter_model", weights, spread=False).items():
+    for name, write in tensor_io.stage(alone, "adapter_model", weights).items():
         write(folder / name)
     net.peft_config["default"].save_pretrained(folder)
 
