@@ -92,8 +92,7 @@ class MetricsLog:
         if "tensorboard" in args.report_to:
             from torch.utils.tensorboard import SummaryWriter
             logs = Path(args.logging_dir) / name
-            with self.error_names_file(logs):
-                self.board = SummaryWriter(logs, purge_step=resumed_step + 1)
+            self.board = SummaryWriter(logs, purge_step=resumed_step + 1)
         if "wandb" in args.report_to:
             # a resumed run continues the same W&B run, a new one does not
             run_id = folder / "wandb_id"
