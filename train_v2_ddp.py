@@ -403,7 +403,7 @@ while step < total_steps and not stopping:
 
     # log: the host waits for the device here
     last = step == total_steps
-    timer.count(work, per_step * args.max_tokens_per_batch or work["tokens"])
+    timer.sums.update(work, steps=1, slots=per_step * args.max_tokens_per_batch or work["tokens"])
     if last or step % args.logging_steps == 0:
         numbers = dist.all_reduce(world, sums).tolist()
         sums.zero_()

@@ -119,20 +119,18 @@ def step_bytes(model, loss, args, pack, gradients=True):
     dtype = torch.bfloat16 if args.bf16 and sharded else None       # of FSDP2's copies
     with FakeTensorMode(allow_non_fake_inputs=True):
         fakes = {id(b): torch.empty(b.shape, dtype=b.dtype) for b in model.buffers()}
-        for p in model.parameters():
-            empty = torch.empty(p.shape, dtype=dtype or p.dtype)
-            fakes[id(p)] = nn.Parameter(empty, p.requires_grad)
+        fakes |= {id(p): nn.Parameter(torch.empty(p.shape, dtype=dtype or p.dtype), p.requires_grad)
+                  for p in model.parameters()}
         model = copy.deepcopy(model, fakes)
         kernels.recompute(layers_of(model), args.gradient_checkpointing)
         trained = [p for p in model.parameters() if p.requires_grad]
         model.train(bool(trained))
-        live = LiveBytes([*model.parameters(), *model.buffers()])
         if not gradients:
             for p in trained:
                 p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
         if args.compile:
             fuse_layers(model)
-        with live, gpu_kernels():
+        with LiveBytes([*model.parameters(), *model.buffers()]) as live, gpu_kernels():
             with torch.autocast("cpu", torch.bfloat16, enabled=half):
                 total = loss(model, *pack)
             if trained:
@@ -168,8 +166,7 @@ def estimate(model, loss, args, packs, others=()):
         parts["copies"] = whole * width + reduced * (width + 4)     # and its sum in fp32
         if args.gradient_accumulation_steps > 1:        # reduced in the last micro-step
             parts["gradients"] += 4 * trained
-    parts["activations"] = max(
-        step_bytes(model, loss, args, pack, not lasting) for pack in packs)
+    parts["activations"] = max(step_bytes(model, loss, args, pack, not lasting) for pack in packs)
     return parts
 
 

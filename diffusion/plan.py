@@ -18,11 +18,10 @@ SEARCH_BATCHES = 4  # batches per search of the noise range
 
 def ways(args, rows, row_tokens):
     """[{flag: value}] for `rows` rows per step on all ranks, fastest (fewest micro-steps) first."""
-    each = rows / count_ranks(args)
-    splits = [(max(1, round(each)), 1)]
-    while splits[-1][0] > 1 and splits[-1][0] * row_tokens > memory.LARGE:
-        accumulation = 2 * splits[-1][1]
-        splits.append((max(1, round(each / accumulation)), accumulation))
+    each, splits, n = rows / count_ranks(args), [], 1
+    while not splits or splits[-1][0] > 1 and splits[-1][0] * row_tokens > memory.LARGE:
+        splits.append((max(1, round(each / n)), n))
+        n *= 2
     if args.named & {"per_device_train_batch_size", "problems_per_batch",
                      "gradient_accumulation_steps"}:
         splits = [(args.per_device_train_batch_size, args.gradient_accumulation_steps)]

@@ -344,9 +344,9 @@ while step < total_steps and not stopping and stale < patience:
 
     # log: the host waits for the device here
     last = step == total_steps
-    timer.count({"tokens": work["tokens"], "samples": work["samples"], "flops": model.flops(
-        work["noisy"] + work["clean"], work["targets"] * sum(t_range) / 2, work["pairs"])},
-        step_rows * rows.length)
+    timer.sums.update(steps=1, tokens=work["tokens"], samples=work["samples"], flops=model.flops(
+        work["noisy"] + work["clean"], work["targets"] * sum(t_range) / 2, work["pairs"]),
+        slots=step_rows * rows.length)
     if last or step % args.logging_steps == 0:
         loss_sum, targets, plain_sum, masked = dist.all_reduce(world, sums).tolist()
         sums.zero_()

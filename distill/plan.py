@@ -28,10 +28,10 @@ def alone(model):
     return model
 
 
-def memory(model, lengths, targets, kept, args, order):
+def memory(model, table, train, kept, args, order):
     """{part: bytes} with the largest pack of an order. model: the empty PackedLM as trained.
-    lengths, targets: (n,) tokens and trained tokens of each sample. kept: ChatTable or None."""
-    rows = np.stack([lengths, targets], 1)
+    table, kept: ChatTables, the second or None. train: (n,) numbers of the trained samples."""
+    rows = np.stack([table.lengths, table.targets], 1)[train]
     pack = plans.largest_pack(order, rows, args.max_tokens_per_batch)
     packs = [pack] if kept is None else [pack, (*pack, model.lora)]     # --keep's are filled alike
     # frozen models add their shards, and one forward each with the weights gathered for it

@@ -166,11 +166,10 @@ model, parts = empty_model(folder)
 if args.auto or dry:
     from core import memory
     from distill import plan
-    lengths = table.lengths[train_ids]
-    memory_of = partial(plan.memory, model, lengths, table.targets[train_ids], kept)
+    memory_of = partial(plan.memory, model, table, train_ids, kept)
     if args.auto:
         memory.choose(args, world, memory.pack_ways(
-            args, lengths, kept.lengths.max() if args.keep else 0), memory_of)
+            args, table.lengths[train_ids], kept.lengths.max() if args.keep else 0), memory_of)
         model, parts = empty_model(folder)      # with the chosen recomputation
 args.compile = dist.choose_compile(world, args)
 
@@ -366,7 +365,7 @@ while step < total_steps and not stopping:
     last = step == total_steps
     # the last step of an epoch is filled with packs of one padding token
     empty = max(0, first_pack - order.packs_per_epoch)
-    timer.count(work, per_step * pad_to or work["tokens"] + empty)
+    timer.sums.update(work, steps=1, slots=per_step * pad_to or work["tokens"] + empty)
     if last or step % args.logging_steps == 0:
         values = packed_lm.loss_report(dist.all_reduce(world, sums).tolist(), "train")
         sums.zero_()

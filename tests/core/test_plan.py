@@ -2,6 +2,7 @@
 import functools
 import json
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -64,8 +65,9 @@ def test_parts_of_the_memory(student):
 @pytest.mark.slow
 def test_choice_for_a_model_of_4b_on_8_gpus(student, tmp_path, capsys):
     args = flags(8, "--output_dir", tmp_path, "--bf16", "--auto", "--gpu_memory", 80, "--global_batch_size", 1024)
+    table = SimpleNamespace(lengths=LENGTHS, targets=LENGTHS // 2)
     memory.choose(args, ALONE, memory.pack_ways(args, LENGTHS),
-                  functools.partial(chat_plan.memory, student, LENGTHS, LENGTHS // 2, None))
+                  functools.partial(chat_plan.memory, student, table, slice(None), None))
     assert (args.parallel, args.max_tokens_per_batch, args.gradient_checkpointing,
             args.gradient_accumulation_steps) == ("fsdp", 8192, None, 17)
     line = r"auto       --parallel fsdp --max_tokens_per_batch 8192 .*\(([\d.]+) GiB\)"
