@@ -28,11 +28,9 @@ def test_planned_memory_is_the_peak_of_a_real_step(targets, recompute, sharded, 
     model, batch = model.to(torch.bfloat16) if sharded else model, pack_of(4, 40, 90, 30)
     args = run_flags(1, "fsdp" if sharded else "ddp", True, recompute)
     pack = len(batch.text_pos), len(batch.audio_pos), len(batch.audio_rows), len(batch.text_rows)
-    check_plan(empty, speech_plan.loss, args, pack, model, batch,
-               lambda model, batch: sum(losses.sum() for losses in model(batch)[:2]))
+    check_plan(empty, speech_plan.loss, args, pack, model, batch, lambda net, b: sum(each.sum() for each in net(b)[:2]))
     if targets:
-        check_plan(empty, speech_plan.loss, args, (*pack, True), model, batch,
-                   lambda model, batch: model(batch, keep=True).sum())
+        check_plan(empty, speech_plan.loss, args, (*pack, True), model, batch, lambda net, b: net(b, keep=True).sum())
 
 
 @pytest.fixture(scope="module")
