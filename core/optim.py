@@ -105,7 +105,7 @@ class StepMonitor:
 
     def poll(self):
         """Evaluate the numbers of the last push. Collective. UserError after max_bad_steps skipped
-        steps in a row, or for a norm of exactly 0, once the checkpoint being written is there."""
+        steps in a row, or for a norm of exactly 0."""
         if self.pending is None:
             return
         (step, trains, losses, host, fetched), self.pending = self.pending, None
@@ -113,27 +113,27 @@ class StepMonitor:
             fetched.synchronize()
         norm, stop = host.tolist()
         self.stop |= bool(stop)
-        error = None
         if norm == 0 and trains:
-            error = (f"step {step}: the gradient norm is exactly 0, so nothing is learnt; look at "
-                     "the flags that choose the trained modules")
+            self.fail(f"step {step}: the gradient norm is exactly 0, so nothing is learnt; look at "
+                      "the flags that choose the trained modules")
         if math.isfinite(norm):
             self.in_a_row = 0
-        else:
-            self.skipped, self.in_a_row = self.skipped + 1, self.in_a_row + 1
-            mine = {self.sample_name(i) for finite, samples in losses if not finite
-                    for i in samples}
-            names = sorted(set().union(*all_gather(self.world, mine)))
-            if not names and self.scaler and self.scaler.get_scale() > 1:   # it is still too large
-                self.in_a_row = 0
-            text = (f"step {step}: gradient norm is not finite, step skipped ({self.skipped} so "
-                    "far); " + (f"samples with a non-finite loss: {'; '.join(names[:20])}" if names
-                                else "every loss was finite"))
-            if self.world.is_main:
-                print(text, flush=True)
-            if self.in_a_row >= self.max_bad_steps:
-                error = f"{self.in_a_row} steps in a row had a non-finite gradient; {text}"
-        if error:
-            from core import checkpoint  # which imports this file
-            checkpoint.wait()
-            raise UserError(error)
+            return
+        self.skipped, self.in_a_row = self.skipped + 1, self.in_a_row + 1
+        mine = {self.sample_name(i) for finite, samples in losses if not finite for i in samples}
+        names = sorted(set().union(*all_gather(self.world, mine)))
+        if not names and self.scaler and self.scaler.get_scale() > 1:   # it is still too large
+            self.in_a_row = 0
+        text = (f"step {step}: gradient norm is not finite, step skipped ({self.skipped} so far); "
+                + (f"samples with a non-finite loss: {'; '.join(names[:20])}" if names
+                   else "every loss was finite"))
+        if self.world.is_main:
+            print(text, flush=True)
+        if self.in_a_row >= self.max_bad_steps:
+            self.fail(f"{self.in_a_row} steps in a row had a non-finite gradient; {text}")
+
+    def fail(self, message):
+        """Complete the checkpoint that is being written, then raise UserError. On every rank."""
+        from core import checkpoint  # which imports this file
+        checkpoint.wait()
+        raise UserError(message)

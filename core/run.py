@@ -80,14 +80,12 @@ def open_output(args, world):
 
 def schedule_lines(args, model, total_steps, steps_per_epoch, step, resume, intervals, warmup):
     """Lines about the model and steps of a run, its intervals and its start."""
-    ranks = cli.count_ranks(args)
-    packs = ranks * args.gradient_accumulation_steps
+    ranks, micro_steps = cli.count_ranks(args), args.gradient_accumulation_steps
     return [metrics.model_text(model, args.use_lora),
-            f"steps      {total_steps} ({steps_per_epoch} an epoch), {cli.plural(packs, 'pack')} "
-            f"a step = {cli.plural(ranks, 'rank')} x "
-            f"{cli.plural(args.gradient_accumulation_steps, 'micro-step')}; peak lr "
-            f"{args.learning_rate:.2e}, warm-up {warmup}", intervals,
-            start_line(step, total_steps, resume)]
+            f"steps      {total_steps} ({steps_per_epoch} an epoch), "
+            f"{cli.plural(ranks * micro_steps, 'pack')} a step = {cli.plural(ranks, 'rank')} x "
+            f"{cli.plural(micro_steps, 'micro-step')}; peak lr {args.learning_rate:.2e}, "
+            f"warm-up {warmup}", intervals, start_line(step, total_steps, resume)]
 
 
 def start_line(step, total_steps, resume, base="base model"):
