@@ -141,10 +141,12 @@ train_ids, eval_ids = usable_samples(
     max_tokens=args.max_tokens_per_batch, drop="too_long" in args.drop_bad,
     output_dir=None if dry or not main_rank else args.output_dir)
 if args.auto or dry:
+    from core import memory
     from speech import plan
-    data = plan.Data(table, ids, train_ids, keep_loss)
+    memory_of = partial(plan.memory, model, table, ids, train_ids, keep_loss)
     if args.auto:
-        plan.choose(args, world, ranks, model, data)
+        memory.choose(args, world, memory.pack_ways(
+            args, table.lengths[train_ids], keep_loss.longest() if keep_loss else 0), memory_of)
         model, parts = empty_model(folder, config_dict)     # with the chosen recomputation
 # after --auto, which may exclude --compile; codes in the cache must not depend on --tf32
 dist.set_compute(world, args)
@@ -193,14 +195,13 @@ steps_per_epoch, total_steps = packing.run_length(
     {"step": step, "epoch": epoch, "first": first_pack})
 validates = bool(len(eval_ids) or prompts)
 intervals = cli.set_intervals(args, total_steps, state.get("args", {}), validates)
-lines = run.schedule_lines(args, ranks, total_steps, steps_per_epoch, step, resume, intervals)
-lines[0] += f"peak lr {args.learning_rate:.2e}, warm-up {args.warmup_steps}"
+lines = run.schedule_lines(args, model, total_steps, steps_per_epoch, step, resume, intervals,
+                           args.warmup_steps)
 if dry:
     if resume and args.use_lora:
         adapters.load_adapters(model.net, resume)       # on the meta device this copies nothing
-    plan.print_all(args, ranks, model, data, order, lines, total_steps - step, steps_per_epoch)
-    print("dry run ok")
-    sys.exit(0)
+    plan.end_dry_run(args, ranks, memory_of(args, order), model, table, ids, train_ids, lines,
+                     total_steps - step, steps_per_epoch)
 
 # ---- Model: sharded on the meta device, then loaded; no process holds more than its shard
 watch.report_progress("loading the model", args.wait_timeout)
@@ -285,7 +286,7 @@ def validate():
     if prompts:
         watch.report_progress(f"sample prompts at step {step}", args.wait_timeout)
         values |= prompts.speak(world, model, step, log, autocast)
-    if values and main_rank:
+    if values:
         log.write(step, values)
     if not values.get("eval/loss", math.nan) < best_loss:       # nan, or not validated: not best
         return False
@@ -330,11 +331,9 @@ packs = packing.rank_packs(order, world.rank, world.size, accumulation, epochs, 
 batches = make_loader(table, ids, packs, args.num_workers, args.max_tokens_per_batch)
 eval_due = bool(state.get("eval_due") and validates)    # if a stop interrupted a validation
 log = run.open_log(args, world, step, eval_due)
-print0(metrics.model_text(model, args.use_lora), *lines)
-start_step, timer, stopping = step, metrics.StepTimer(), False
-if eval_due:
-    with timer.timed("paused"):
-        eval_due = stopping = validate() is None
+print0(*lines)
+eval_due = stopping = eval_due and validate() is None
+start_step, timer = step, metrics.StepTimer()
 
 while step < total_steps and not stopping:
     # next batch: each rank knows from the order which samples all ranks take in this step
@@ -379,7 +378,7 @@ while step < total_steps and not stopping:
 
     # log: the host waits for the device here
     last = step == total_steps
-    timer.count(work, per_step * args.max_tokens_per_batch or work["tokens"])
+    timer.sums.update(work, steps=1, slots=per_step * args.max_tokens_per_batch or work["tokens"])
     if last or step % args.logging_steps == 0:
         numbers = dist.all_reduce(world, sums).tolist()
         sums.zero_()
@@ -391,8 +390,7 @@ while step < total_steps and not stopping:
         values |= {"train/learning_rate": lr, "train/grad_norm": norm.item(),
                    "train/epoch": epoch + min(1.0, first_pack / order.packs_per_epoch),
                    "train/bad_steps": monitor.skipped, **timer.report(world)}
-        if main_rank:
-            log.write(step, values)
+        log.write(step, values)
         left = metrics.duration((total_steps - step) * values["train/step_seconds"])
         mfu = " | mfu {train/mfu:6.1%}" * ("train/mfu" in values)
         print0(("step {:>6}/{} | loss {train/loss:7.4f} | audio {train/audio_loss:6.3f} text "

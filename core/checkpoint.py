@@ -149,6 +149,8 @@ def lock_folder(folder, flag="--output_dir", name="run", wait_s=WAIT_S, give_up=
         lock.truncate(0)
         print(f"host {socket.gethostname()}, process {os.getpid()}, started "
               f"{time.strftime('%F %T UTC', time.gmtime())}", file=lock, flush=True)
+    with contextlib.suppress(PermissionError):      # another user's file
+        os.fchmod(lock.fileno(), os.stat(folder).st_mode & 0o666)   # who may use the folder
     return lock
 
 

@@ -33,7 +33,8 @@ def model_text(model, adapters):
 
 
 class StepTimer:
-    """Sums of the steps since the last log line, without pauses."""
+    """Sums of the steps since the last log line, without pauses. The loop adds to `sums` the work
+    of all ranks: "steps", "tokens", "samples", "flops", and "slots", the tokens with padding."""
 
     def __init__(self):
         self.sums, self.start = Counter(), time.monotonic()
@@ -45,10 +46,6 @@ class StepTimer:
         start = time.monotonic()
         yield
         self.sums[name] += time.monotonic() - start
-
-    def count(self, work, slots):
-        """Add a step. work: {"tokens", "samples", "flops"} of all ranks; slots: with padding."""
-        self.sums.update(work, slots=slots, steps=1)
 
     def report(self, world):
         """{metric name: float} of all ranks' work since the last report. MFU is the model's FLOP/s
@@ -91,9 +88,7 @@ class MetricsLog:
         self.board = self.wandb = None
         if "tensorboard" in args.report_to:
             from torch.utils.tensorboard import SummaryWriter
-            logs = Path(args.logging_dir) / name
-            with self.error_names_file(logs):
-                self.board = SummaryWriter(logs, purge_step=resumed_step + 1)
+            self.board = SummaryWriter(Path(args.logging_dir) / name, purge_step=resumed_step + 1)
         if "wandb" in args.report_to:
             # a resumed run continues the same W&B run, a new one does not
             run_id = folder / "wandb_id"

@@ -76,13 +76,14 @@ def open_output(args, world):
         checkpoint.prepare_folder(args.logging_dir, "--logging_dir")
 
 
-def schedule_lines(args, ranks, total_steps, steps_per_epoch, step, resume, intervals):
-    """Lines about the steps of a run, its intervals and its start."""
-    packs = ranks * args.gradient_accumulation_steps
-    return [f"steps      {total_steps} ({steps_per_epoch} an epoch), {cli.plural(packs, 'pack')} "
-            f"a step = {cli.plural(ranks, 'rank')} x "
-            f"{cli.plural(args.gradient_accumulation_steps, 'micro-step')}; ", intervals,
-            start_line(step, total_steps, resume)]
+def schedule_lines(args, model, total_steps, steps_per_epoch, step, resume, intervals, warmup):
+    """Lines about the model and steps of a run, its intervals and its start."""
+    ranks, micro_steps = args.ranks, args.gradient_accumulation_steps
+    return [metrics.model_text(model, args.use_lora),
+            f"steps      {total_steps} ({steps_per_epoch} an epoch), "
+            f"{cli.plural(ranks * micro_steps, 'pack')} a step = {cli.plural(ranks, 'rank')} x "
+            f"{cli.plural(micro_steps, 'micro-step')}; peak lr {args.learning_rate:.2e}, "
+            f"warm-up {warmup}", intervals, start_line(step, total_steps, resume)]
 
 
 def start_line(step, total_steps, resume, base="base model"):
@@ -92,9 +93,9 @@ def start_line(step, total_steps, resume, base="base model"):
 
 
 def open_log(args, world, step, eval_due):
-    """MetricsLog on rank 0, else None. Writes OUTPUT_DIR/run.yaml, whose flags repeat the run."""
+    """MetricsLog; only rank 0's writes. Writes OUTPUT_DIR/run.yaml, whose flags repeat the run."""
     if not world.is_main:
-        return None
+        return SimpleNamespace(path=None, write=lambda step, values: None)
     checkpoint.write_text(Path(args.output_dir) / cli.CONFIG, cli.config_text(args, sys.argv[0]))
     return metrics.MetricsLog(args, step, eval_due)
 
@@ -104,7 +105,7 @@ def end(args, log, step, total_steps, stopping, result):
     run was asked to stop, so the launcher's marker is written. result: text for a complete run."""
     checkpoint.wait()
     disarm()       # from here on no rank waits for another
-    if log:
+    if log.path:
         if stopping:
             why = stop_asked(args.output_dir) or "asked to stop by a signal to another rank"
             mark_stopped(args, f"{why} at step {step}", f" of {total_steps}; checkpoint saved; "

@@ -1,7 +1,9 @@
 """Plans and choices of the trainer: memory (--dry_run, --auto), the range of noise levels
 (--clip_search_widths).
 """
-import functools
+import copy
+from functools import partial
+from unittest import mock
 
 import numpy as np
 import torch
@@ -13,61 +15,61 @@ from diffusion.choices import FULL, range_fits
 SEARCH_BATCHES = 4  # batches per search of the noise range
 
 
-def setups(args, setup, rows, row_tokens):
-    """Setups of `rows` rows per step on all ranks, fastest (fewest micro-steps) first."""
-    splits = [(max(1, round(rows / setup.ranks)), 1)]
-    while splits[-1][0] > 1 and splits[-1][0] * row_tokens > memory.LARGE:
-        accumulation = 2 * splits[-1][1]
-        splits.append((max(1, round(rows / setup.ranks / accumulation)), accumulation))
+def ways(args, rows, row_tokens):
+    """[{flag: value}] for `rows` rows per step on all ranks, fastest (fewest micro-steps) first."""
+    each, splits, n = rows / args.ranks, [], 1
+    while not splits or splits[-1][0] > 1 and splits[-1][0] * row_tokens > memory.LARGE:
+        splits.append((max(1, round(each / n)), n))
+        n *= 2
     if args.named & {"per_device_train_batch_size", "problems_per_batch",
-                            "gradient_accumulation_steps"}:
-        splits = [(setup.per_device_train_batch_size, setup.gradient_accumulation_steps)]
-    return [way._replace(per_device_train_batch_size=each, gradient_accumulation_steps=accumulation)
-            for way in memory.list_ways(args, setup) for each, accumulation in splits]
+                     "gradient_accumulation_steps"}:
+        splits = [(args.per_device_train_batch_size, args.gradient_accumulation_steps)]
+    return [way | {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulation}
+            for way in memory.list_ways(args) for size, accumulation in splits]
 
 
-def step_of(config, backend):
-    """memory.Step of a network with a Config. backend: --attn_backend, None: the GPU's default."""
-    def loss(model, rows, length, n_noisy, masked):
-        sizes, tiles = ((rows, length + n_noisy), (masked,)), -(-(length + n_noisy) // dit.TILE)
-        dense, few = (torch.zeros(size, dtype=torch.int64) for size in sizes)
-        inputs = blocks.Blocks(dense, dense.clone(), dense.int(), dense.int(), n_noisy, rows=few,
-                               labels=few.clone(), weights=torch.ones(masked),
-                               tiles=torch.zeros(rows, tiles, tiles, dtype=torch.int8))
-        return (model(inputs) * inputs.weights).sum()
-    with torch.device("meta"):
-        model = config.network(config, backend or "flex")
-    return memory.Step(model, lambda model: model.layers, loss, average=True, kernels=lambda live: (
-        (dit, "sparse_attention", lambda q, k, v, mask: memory.FakeKernel.apply(
-            live, lambda q, *_: torch.empty_like(q), q, k, v)),
-        (dit, "on_gpu", lambda x: True),
-        (dit, "losses_of", functools.partial(
-            memory.FakeKernel.apply, live, dit.cross_entropies))))
+def loss(model, rows, length, n_noisy, masked):
+    """Loss of a dit.Network on `rows` rows with `masked` masked tokens."""
+    sizes, tiles = ((rows, length + n_noisy), (masked,)), -(-(length + n_noisy) // dit.TILE)
+    dense, few = (torch.zeros(size, dtype=torch.int64) for size in sizes)
+    inputs = blocks.Blocks(dense, dense.clone(), dense.int(), dense.int(), n_noisy, rows=few,
+                           labels=few.clone(), weights=torch.ones(masked),
+                           tiles=torch.zeros(rows, tiles, tiles, dtype=torch.int8))
+    return (model(inputs) * inputs.weights).sum()
 
 
-def plan_memory(args, world, ranks, config, rows, order=None, left=0):
+# dit's functions as one kernel each, as on a GPU
+KERNELS = {
+    "on_gpu": lambda x: True,
+    "sparse_attention": lambda q, k, v, mask: memory.FakeKernel.apply(
+        lambda q, *_: torch.empty_like(q), q, k, v),
+    "losses_of": partial(memory.FakeKernel.apply, lambda logits, labels: torch.empty(len(labels)))}
+
+
+def plan_memory(args, world, config, rows, order=None, left=0):
     """With --auto, set unset flags. With an order (PackOrder of rows), print the plan of a run
-    of `left` steps; UserError if GPU or disk are too small."""
-    step, frozen = (step_of(config, args.attn_backend) for _ in range(2))
-    frozen.model.requires_grad_(False)      # for validation
-    setup, size = memory.setup_of(args, ranks), (rows.length, rows.noisy_length)
+    of `left` steps and exit; UserError if GPU or disk are too small."""
+    with torch.device("meta"):
+        model = config.network(config, args.attn_backend or "flex")
+    frozen = copy.deepcopy(model).requires_grad_(False)     # for validation
+    size = rows.length, rows.noisy_length
 
-    def estimate(setup, targets):
+    def estimate(args, targets):
         masked = round(sum(args.t_range) / 2 * targets)
-        few, many = setup.per_device_train_batch_size, args.per_device_eval_batch_size
-        parts = memory.estimate(step, setup, [(few, *size, masked)])
-        forward = memory.step_bytes(frozen, setup._replace(gradient_checkpointing=None),
-                                    (many, *size, round(masked * many / few)))
+        few, many = args.per_device_train_batch_size, args.per_device_eval_batch_size
+        with mock.patch.multiple(dit, **KERNELS):
+            parts = memory.estimate(model, loss, args, [(few, *size, masked)])
+            forward = memory.step_bytes(
+                frozen, loss, args, (many, *size, round(masked * many / few)))
         parts["activations"] = max(parts["activations"], forward)
-        return parts
+        return parts | {"average": parts["optimizer"] / 2}      # of the trained weights
     if order:
-        needed = estimate(setup, order.sums(rows.table["targets"]).max())
-        memory.print_plan(args, needed, step.model, [], left)
-        return
+        needed = estimate(args, order.sums(rows.table["targets"]).max())
+        return memory.end_dry_run(args, needed, model, [], left)
     most = np.sort(rows.table["targets"])[::-1].cumsum()
-    tried = setups(args, setup, args.global_batch_size / rows.table["samples"].mean(), sum(size))
-    memory.choose(args, world, ranks, [(way, most[:way.per_device_train_batch_size][-1])
-                                       for way in tried], estimate)
+    tried = ways(args, args.global_batch_size / rows.table["samples"].mean(), sum(size))
+    memory.choose(args, world, [(way, most[:way["per_device_train_batch_size"]][-1])
+                                for way in tried], estimate)
 
 
 def candidates(widths, block_sizes):

@@ -141,7 +141,7 @@ args.per_device_train_batch_size = args.per_device_train_batch_size or max(
     1, round(args.problems_per_batch / per_row))        # problems become rows
 if args.auto:
     from diffusion import plan
-    plan.plan_memory(args, world, ranks, config, rows)
+    plan.plan_memory(args, world, config, rows)
 
 # ---- Resume
 batch_rows, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
@@ -187,9 +187,7 @@ print0(size, f"problems   {table['samples'].sum()} to train, {held_out} to valid
                       f"weights of {origin.path}" if origin else "new weights"))
 if dry:
     from diffusion import plan
-    plan.plan_memory(args, world, ranks, config, rows, order, total_steps - step)
-    print("dry run ok")
-    sys.exit(0)
+    plan.plan_memory(args, world, config, rows, order, total_steps - step)
 
 # ---- Model
 watch.report_progress("loading the model", args.wait_timeout)
@@ -233,8 +231,7 @@ def validate():
     stale = 0 if elbo.update_best(best, values) else stale + 1
     print0(f"eval   step {step:>6} | " + " | ".join(
         f"{name.removeprefix('eval/')} {value:.4f}" for name, value in values.items()))
-    if main_rank:
-        log.write(step, values)
+    log.write(step, values)
     is_best = math.isfinite(score[-1]) and score < least
     if is_best:
         best["score"], best_step = score, step
@@ -335,9 +332,9 @@ while step < total_steps and not stopping and stale < patience:
 
     # log: the host waits for the device here
     last = step == total_steps
-    timer.count({"tokens": work["tokens"], "samples": work["samples"], "flops": model.flops(
-        work["noisy"] + work["clean"], work["targets"] * sum(t_range) / 2, work["pairs"])},
-        step_rows * rows.length)
+    timer.sums.update(steps=1, tokens=work["tokens"], samples=work["samples"], flops=model.flops(
+        work["noisy"] + work["clean"], work["targets"] * sum(t_range) / 2, work["pairs"]),
+        slots=step_rows * rows.length)
     if last or step % args.logging_steps == 0:
         loss_sum, targets, plain_sum, masked = dist.all_reduce(world, sums).tolist()
         sums.zero_()
@@ -349,8 +346,7 @@ while step < total_steps and not stopping and stale < patience:
                   "train/learning_rate": lr, "train/grad_norm": norm.item(),
                   "train/epoch": epoch + min(1.0, first_pack / order.packs_per_epoch),
                   "train/bad_steps": monitor.skipped, **timer.report(world)}
-        if main_rank:
-            log.write(step, values)
+        log.write(step, values)
         left = metrics.duration((total_steps - step) * values["train/step_seconds"])
         print0(("step {:>6}/{} | loss {train/loss:7.4f} | masked {train/masked:5.1%} ce "
                 "{train/masked_loss:7.4f} | lr {train/learning_rate:.2e} | grad_norm "

@@ -356,5 +356,4 @@ class Keeper:
                 scale(loss * (size * self.args.keep_weight / targets)).backward()
             total += loss.detach()
         total = dist.all_reduce(self.world, total).item()
-        if log:
-            log.write(step + 1, {"train/keep_kl": total / targets})
+        log.write(step + 1, {"train/keep_kl": total / targets})

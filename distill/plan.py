@@ -1,14 +1,13 @@
 """--dry_run and --auto of the chat trainer, for core/memory.py."""
 import copy
-from functools import partial
 
 import numpy as np
 import torch
 
 from core import memory as plans
-from core import metrics
 from distill import causal_lm
-from distill.chat_data import PackedChats, samples_line
+from distill.chat_data import PackedChats
+from distill.packed_lm import PackedLM
 
 
 def loss(model, tokens, targets, kept=False):
@@ -22,49 +21,29 @@ def loss(model, tokens, targets, kept=False):
                              kept))[0]
 
 
-def step_of(model):
-    """memory.Step of a PackedLM without its frozen models."""
+def alone(model):
+    """A PackedLM without its frozen models, and slices of files, which cannot be copied."""
     model = copy.copy(model)
-    model.frozen, model.parts = {}, None    # slices of files cannot be copied
-    return plans.Step(model, lambda model: causal_lm.decoder_layers(model.native), loss)
+    model.frozen, model.parts = {}, None
+    return model
 
 
-def memory(model, lengths, targets, kept, setup, order):
+def memory(model, table, train, kept, args, order):
     """{part: bytes} with the largest pack of an order. model: the empty PackedLM as trained.
-    lengths, targets: (n,) tokens and trained tokens of each sample. kept: ChatTable or None."""
-    rows = np.stack([lengths, targets], 1)
-    pack = plans.largest_pack(order, rows, setup.max_tokens_per_batch)
+    table, kept: ChatTables, the second or None. train: (n,) numbers of the trained samples."""
+    rows = np.stack([table.lengths, table.targets], 1)[train]
+    pack = plans.largest_pack(order, rows, args.max_tokens_per_batch)
     packs = [pack] if kept is None else [pack, (*pack, model.lora)]     # --keep's are filled alike
-    parts = plans.estimate(step_of(model), setup, packs)
-    if not model.frozen:
-        return parts
     # frozen models add their shards, and one forward each with the weights gathered for it
-    from distill import frozen
-    width, parts["teacher"] = 2 if setup.bf16 else 4, 0
-    for other in frozen.models(model):
-        gathered = 0
-        if not setup.cpu_offload:
-            parts["teacher"] += sum(p.nbytes for p in other.parameters()) / setup.shards
-        if setup.fsdp:
+    others = [other for other in dict.fromkeys(model.frozen.values())
+              if isinstance(other, PackedLM)]       # not a server
+    parts = plans.estimate(alone(model), loss, args, packs, others)
+    for other in others:
+        work = plans.step_bytes(alone(other), loss, args, pack)
+        if args.parallel != "ddp":
+            width = 2 if args.bf16 else 4
             layers = list(map(plans.count_values, causal_lm.decoder_layers(other.native)))
             parts["teacher"] += width * (plans.count_values(other) - sum(layers))
-            gathered = 2 * width * max(layers)
-        work = plans.step_bytes(step_of(other), setup._replace(gradient_checkpointing=None), pack)
-        parts["activations"] = max(parts["activations"], work + gathered)
+            work += 2 * width * max(layers)
+        parts["activations"] = max(parts["activations"], work)
     return parts
-
-
-def choose(args, world, ranks, model, lengths, targets, kept=None):
-    """--auto: set the flags that the user did not give."""
-    longest = 0 if kept is None else int(kept.lengths.max())
-    plans.choose(args, world, ranks, plans.pack_setups(args, ranks, lengths, longest),
-                 partial(memory, model, lengths, targets, kept))
-
-
-def print_plan(args, ranks, model, table, split, order, lines, left, kept=None):
-    """Print the plan of a run; UserError if GPU or disk are too small. split: numbers of samples to
-    train and to validate. lines: about steps, intervals, start. left: remaining steps."""
-    needed = memory(model, table.lengths[split[0]], table.targets[split[0]], kept,
-                    plans.setup_of(args, ranks), order)
-    plans.print_plan(args, needed, model.native, [
-        metrics.model_text(model, args.use_lora), samples_line(table, *split), *lines], left)

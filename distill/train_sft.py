@@ -148,10 +148,12 @@ def empty_model(folder):
 
 model, parts = empty_model(folder)
 if args.auto or dry:
+    from core import memory
     from distill import plan
+    memory_of = partial(plan.memory, model, table, train_ids, kept)
     if args.auto:
-        plan.choose(args, world, ranks, model, table.lengths[train_ids], table.targets[train_ids],
-                    kept)
+        memory.choose(args, world, memory.pack_ways(
+            args, table.lengths[train_ids], kept.lengths.max() if args.keep else 0), memory_of)
         model, parts = empty_model(folder)      # with the chosen recomputation
 dist.set_compute(world, args)
 
@@ -185,15 +187,13 @@ steps_per_epoch, total_steps = run_length(
     {"step": step, "epoch": epoch, "first": first_pack})
 warmup_steps, validates = round(args.warmup_ratio * total_steps), bool(len(eval_ids))
 intervals = cli.set_intervals(args, total_steps, state.get("args", {}), validates)
-lines = run.schedule_lines(args, ranks, total_steps, steps_per_epoch, step, resume, intervals)
-lines[0] += f"peak lr {args.learning_rate:.2e}, warm-up {warmup_steps}"
+lines = run.schedule_lines(args, model, total_steps, steps_per_epoch, step, resume, intervals,
+                           warmup_steps)
+lines.insert(1, chat_data.samples_line(table, train_ids, eval_ids))
 if dry:
     if resume and args.use_lora:
         adapters.load_adapters(model.net, resume)       # on the meta device this copies nothing
-    plan.print_plan(args, ranks, model, table, (train_ids, eval_ids), order, lines,
-                    total_steps - step, kept)
-    print("dry run ok")
-    sys.exit(0)
+    memory.end_dry_run(args, memory_of(args, order), model.native, lines, total_steps - step)
 held_out = dist.rank0(world, chat_data.write_held_out, args.output_dir, table, train_ids, eval_ids,
                       prompt)
 
@@ -246,8 +246,7 @@ def validate():
     values = packed_lm.loss_report(dist.all_reduce(world, total).tolist(), "eval")
     print0("eval   step {:>6} | loss {eval/loss:7.4f} acc {eval/accuracy:6.1%}".format(
         step, **values))
-    if main_rank:
-        log.write(step, values)
+    log.write(step, values)
     if not values["eval/loss"] < best_loss:     # a non-finite loss is never best
         return False
     best_loss, best_step = values["eval/loss"], step
@@ -288,8 +287,7 @@ batches = packing.pack_loader(
     table, packs, partial(collate, pad_to=pad_to, pad_id=table.ends[0]), args.num_workers)
 eval_due = bool(state.get("eval_due") and validates)    # if a stop interrupted a validation
 log = run.open_log(args, world, step, eval_due)
-print0(metrics.model_text(model, model.lora), chat_data.samples_line(table, train_ids, eval_ids),
-       *lines)
+print0(*lines)
 eval_due = stopping = eval_due and validate() is None
 start_step, timer = step, metrics.StepTimer()
 
@@ -351,7 +349,7 @@ while step < total_steps and not stopping:
     last = step == total_steps
     # the last step of an epoch is filled with packs of one padding token
     empty = max(0, first_pack - order.packs_per_epoch)
-    timer.count(work, per_step * pad_to or work["tokens"] + empty)
+    timer.sums.update(work, steps=1, slots=per_step * pad_to or work["tokens"] + empty)
     if last or step % args.logging_steps == 0:
         values = packed_lm.loss_report(dist.all_reduce(world, sums).tolist(), "train")
         sums.zero_()
@@ -360,8 +358,7 @@ while step < total_steps and not stopping:
                    "train/bad_steps": monitor.skipped, **timer.report(world)}
         if args.fp16:
             values["train/loss_scale"] = scaler.get_scale()
-        if main_rank:
-            log.write(step, values)
+        log.write(step, values)
         left = metrics.duration((total_steps - step) * values["train/step_seconds"])
         print0(("step {:>6}/{} | loss {train/loss:7.4f} acc {train/accuracy:6.1%} | lr "
                 "{train/learning_rate:.2e} | grad_norm {train/grad_norm:7.3f} | "

@@ -55,6 +55,11 @@ class Keeper:
             digest.update(row["input_ids"].tobytes() + row["audio_ids"].tobytes())
         self.fingerprint = digest.hexdigest()[:16]      # on rank 0, the trainer appends the base's
 
+    def longest(self):
+        """Most tokens of a row with its speech."""
+        rows = (prompt.row(self.ids) for prompt in self.prompts)
+        return self.settings.max_new_tokens + max(len(row["input_ids"]) for row in rows)
+
     def speak(self, world, model, autocast):
         """Have the base of a packed model with adapters speak the rows, unless OUTPUT_DIR has its
         codes, and return a log line. Collective. UserError if too few rows end by themselves."""

@@ -1,6 +1,4 @@
 """--dry_run and --auto of the speech trainer, for core/memory.py. Nothing is loaded or encoded."""
-from collections import namedtuple
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,26 +6,11 @@ import numpy as np
 import torch
 
 from core import memory as plans
-from core import metrics
 from speech.conversations import FRAME_RATE
 from speech.dataset import sums
 from speech.labels import step_work
 
 SHARE = 0.7     # of the matrix rate that a step reaches by count
-
-
-# table: a data.Table, whose new clips are not encoded; ids: labels.TokenIds; train: numbers (n,) of
-# the trained samples; keeper: a keep.Keeper or None
-Data = namedtuple("Data", "table ids train keeper")
-
-
-def rows_by_kind(table, ids):
-    """(n, 4) int64 rows of each sample: text, audio, audio that predicts, text that predicts."""
-    trained = table.labelled[table.tokens == ids.audio_placeholder_id]      # of each clip
-    predicting = np.where(trained, ids.predictions(table.where[table.clips, 2]), 0)
-    text = np.diff(table.token_offsets) - np.diff(table.clip_offsets)
-    kinds = text, table.lengths - text, sums(predicting, table.clip_offsets), table.text_targets
-    return np.stack(kinds, axis=1).astype(np.int64)
 
 
 def loss(model, text, audio, audio_rows, text_rows, keep=False):
@@ -45,38 +28,32 @@ def loss(model, text, audio, audio_rows, text_rows, keep=False):
     return sum(sums.sum() for sums in losses)
 
 
-def step_of(model):
-    return plans.Step(model, lambda model: model.layers(model.base_model), loss)
+def memory(model, table, ids, train, keeper, args, order):
+    """{part: bytes} with the largest pack of an order. model: empty, as trained. table: a
+    data.Table, whose new clips are not encoded; ids: labels.TokenIds; train: numbers (n,) of the
+    trained samples; keeper: a keep.Keeper or None."""
+    trained = table.labelled[table.tokens == ids.audio_placeholder_id]      # of each clip
+    predicting = np.where(trained, ids.predictions(table.where[table.clips, 2]), 0)
+    text = np.diff(table.token_offsets) - np.diff(table.clip_offsets)
+    # text, audio, audio that predicts, text that predicts
+    kinds = text, table.lengths - text, sums(predicting, table.clip_offsets), table.text_targets
+    rows = np.stack(kinds, axis=1).astype(np.int64)[train]
+    pack = plans.largest_pack(order, rows, args.max_tokens_per_batch, columns=2)
+    packs = [pack, (*pack, True)] if keeper else [pack]     # --keep's are filled alike
+    return plans.estimate(model, loss, args, packs)
 
 
-def memory(model, data, setup, order):
-    """{part: bytes} with the largest pack of an order. model: empty, as trained."""
-    rows = rows_by_kind(data.table, data.ids)[data.train]
-    pack = plans.largest_pack(order, rows, setup.max_tokens_per_batch, columns=2)
-    packs = [pack, (*pack, True)] if data.keeper else [pack]        # --keep's are filled alike
-    return plans.estimate(step_of(model), setup, packs)
-
-
-def choose(args, world, ranks, model, data):
-    """--auto: set the flags that the user did not give."""
-    longest = 0 if not data.keeper else data.keeper.settings.max_new_tokens + max(
-        len(prompt.row(data.ids)["input_ids"]) for prompt in data.keeper.prompts)
-    setups = plans.pack_setups(args, ranks, data.table.lengths[data.train], longest)
-    plans.choose(args, world, ranks, setups, partial(memory, model, data))
-
-
-def print_all(args, ranks, model, data, order, lines, left, steps_per_epoch):
-    """Print the plan of the steps left; UserError if GPU or disk are too small. model: empty."""
-    table, needed = data.table, memory(model, data, plans.setup_of(args, ranks), order)
+def end_dry_run(args, ranks, needed, model, table, ids, train, lines, left, steps_per_epoch):
+    """Print the plan of the steps left and exit; UserError if GPU or disks are too small. needed,
+    model, table, ids, train: of memory()."""
     new = table.where[:, 0] < 0     # clips that are not encoded
     frames = table.where[new, 2].sum()
-    epoch = step_work(model.base_model.config, table, data.train, args.use_lora)["flops"]
+    epoch = step_work(model.base_model.config, table, train, args.use_lora)["flops"]
     flops = 0 if args.float8 else epoch * left / steps_per_epoch / ranks / SHARE
-    plans.print_plan(args, needed, model.base_model, [
-        metrics.model_text(model, args.use_lora),
-        f"audio      {len(new):,} distinct clips, {new.sum():,} still to be encoded "
-        f"({frames / FRAME_RATE / 3600:.2f} h)", *lines], left, flops)
-    plans.check_disk(args.code_cache or Path(args.output_dir) / "codes",
-                     2 * frames * data.ids.num_codebooks, "codes of new clips")
+    codes = args.code_cache or Path(args.output_dir) / "codes"
+    disks = [(codes, 2 * frames * ids.num_codebooks, "codes of new clips")]
     if "tensorboard" in args.report_to:
-        plans.check_disk(args.logging_dir, 0, "--logging_dir")
+        disks.append((args.logging_dir, 0, "--logging_dir"))
+    plans.end_dry_run(args, needed, model.base_model, [
+        *lines, f"audio      {len(new):,} distinct clips, {new.sum():,} still to be encoded "
+        f"({frames / FRAME_RATE / 3600:.2f} h)"], left, flops, disks)

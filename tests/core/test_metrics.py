@@ -74,7 +74,7 @@ def test_speed_without_pauses(monkeypatch):
     for steps in (2, 1):
         for _ in range(steps):
             now += 0.5
-            timer.count({"tokens": 100, "samples": 2, "flops": 1}, 125)
+            timer.sums.update({"tokens": 100, "samples": 2, "flops": 1}, steps=1, slots=125)
         with timer.timed("paused"):        # a validation
             now += 60
         with timer.timed("waited"):

@@ -8,13 +8,14 @@ import torch
 import transformers
 
 from core import kernels, memory
-from core.cli import Parser, UserError, parse
+from core.cli import UserError, parse
 from core.dist import World
-from core.memory import GIB, Setup
+from core.memory import GIB
 from diffusion import plan as block_plan
 from distill import causal_lm, packed_lm
 from distill import plan as chat_plan
 from tests.helpers import chats
+from tests.helpers.live_bytes import run_flags
 from tests.helpers.students import train_sft
 
 SIZES = {"vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,     # Qwen3-4B
@@ -40,10 +41,10 @@ def student():
 @pytest.mark.slow
 def test_parts_of_the_memory(student):
     """A value takes 16 bytes, 2 on each of 8 GPUs, none when offloaded; accumulation adds unsharded gradients."""
-    step, pack, values = chat_plan.step_of(student), (4096, 2048), 4_022_468_096
+    pack, values = (4096, 2048), 4_022_468_096
 
     def estimate(ranks, parallel, **flags):
-        return memory.estimate(step, Setup(ranks, parallel, gradient_checkpointing="all", **flags), [pack])
+        return memory.estimate(student, chat_plan.loss, run_flags(ranks, parallel, True, "all", **flags), [pack])
     alone, sharded = estimate(1, "ddp"), estimate(8, "fsdp")
     assert [alone[name] / values for name in ("weights", "gradients", "optimizer")] == [4, 0, 8]
     assert "copies" not in alone and alone["fixed"] == GIB
@@ -61,7 +62,9 @@ def test_parts_of_the_memory(student):
 @pytest.mark.slow
 def test_choice_for_a_model_of_4b_on_8_gpus(student, tmp_path, capsys):
     args = flags(8, "--output_dir", tmp_path, "--bf16", "--auto", "--gpu_memory", 80, "--global_batch_size", 1024)
-    chat_plan.choose(args, ALONE, 8, student, LENGTHS, LENGTHS // 2)
+    table = type("Table", (), {"lengths": LENGTHS, "targets": LENGTHS // 2})
+    memory.choose(args, ALONE, memory.pack_ways(args, LENGTHS),
+                  lambda *words: chat_plan.memory(student, table, slice(None), None, *words))
     assert (args.parallel, args.max_tokens_per_batch, args.gradient_checkpointing,
             args.gradient_accumulation_steps) == ("fsdp", 8192, None, 17)
     line = r"auto       --parallel fsdp --max_tokens_per_batch 8192 .*\(([\d.]+) GiB\)"
@@ -76,12 +79,12 @@ def test_too_little_memory_is_refused():
     memory.check_memory({"weights": 22.7 * GIB}, args)
     args.dry_run = None
     with pytest.raises(UserError, match="memory: about 30.00 GiB needed on each GPU, which has 24.00 GiB"):
-        memory.choose(args, ALONE, 1, [(Setup(1), None)], lambda *_: {"weights": 30 * GIB})
+        memory.choose(args, ALONE, [({}, None)], lambda *_: {"weights": 30 * GIB})
 
 
-def setups_of(args, ranks, lengths):
-    """All Setups of --auto, which tries each if none fits."""
-    return [setup for setup, _ in memory.pack_setups(args, ranks, lengths)]
+def ways_of(args, lengths):
+    """All flags of --auto, which tries each if none fits."""
+    return [way for way, _ in memory.pack_ways(args, lengths)]
 
 
 @pytest.mark.parametrize("words, sharded, more", [
@@ -90,34 +93,30 @@ def setups_of(args, ranks, lengths):
 def test_auto_tries_nothing_that_is_refused(words, sharded, more, tmp_path):
     args = flags(2, "--auto", "--output_dir", tmp_path, *words.split())
     vars(args).update(more, parallel="ddp")
-    setups = setups_of(args, 2, LENGTHS)
-    assert any(setup.fsdp for setup in setups) == sharded
-    small = [setup for setup in setups if setup.max_tokens_per_batch < memory.LARGE]
-    assert small and {setup[:4] for setup in small} == {setups[-1][:4]}     # only in the slowest way
+    ways = ways_of(args, LENGTHS)
+    assert any(way["parallel"] == "fsdp" for way in ways) == sharded
+    small = [way for way in ways if way["max_tokens_per_batch"] < memory.LARGE]
+    assert small and {tuple(way.values())[:2] for way in small} == {tuple(ways[-1].values())[:2]}   # the slowest way
 
 
 def test_auto_keeps_an_accumulation_that_is_named(tmp_path):
     args = flags(2, "--auto", "--output_dir", tmp_path, "--gradient_accumulation_steps", 1)
     args.global_batch_size = 512
-    assert {setup.gradient_accumulation_steps for setup in setups_of(args, 2, LENGTHS)} == {1}
+    assert {way["gradient_accumulation_steps"] for way in ways_of(args, LENGTHS)} == {1}
 
 
 def test_a_longer_sample_makes_larger_packs(tmp_path):
     for longest, budget in ((1024, 1024), (1025, 2048), (16384, 16384), (16385, 17408)):
-        args = flags(8, "--auto", "--output_dir", tmp_path)
-        setups = setups_of(args, 8, np.array([10] * 1000 + [longest]))
-        assert {setup.max_tokens_per_batch for setup in setups} == {budget}
+        ways = ways_of(flags(8, "--auto", "--output_dir", tmp_path), np.array([10] * 1000 + [longest]))
+        assert {way["max_tokens_per_batch"] for way in ways} == {budget}
 
 
 def test_rows_of_block_diffusion_are_split_over_any_number_of_ranks():
     """The number of micro-steps is the smallest that fits; each has at least 4,096 tokens and one row."""
-    args = parse(Parser(""), None, [])
-    args.compile = True
-
     def split(ranks, tokens=1024):
-        setup = Setup(ranks, gradient_accumulation_steps=4, per_device_train_batch_size=43)
-        return list(dict.fromkeys((way.per_device_train_batch_size, way.gradient_accumulation_steps)
-                                  for way in block_plan.setups(args, setup, 171, tokens)))
+        args = run_flags(ranks, named=set())
+        return list(dict.fromkeys((way["per_device_train_batch_size"], way["gradient_accumulation_steps"])
+                                  for way in block_plan.ways(args, 171, tokens)))
     assert split(1) == [(171, 1), (86, 2), (43, 4), (21, 8), (11, 16), (5, 32), (3, 64)]
     assert split(8) == [(21, 1), (11, 2), (5, 4), (3, 8)] and split(64) == [(3, 1)] and split(512) == [(1, 1)]
 

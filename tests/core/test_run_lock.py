@@ -93,3 +93,9 @@ def test_a_lock_on_a_deleted_file_does_not_count(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint.fcntl, "flock", flock)
     lock = checkpoint.lock_folder(tmp_path)
     assert len(calls) == 2 and os.path.samestat(os.fstat(lock.fileno()), os.stat(tmp_path / "run.lock"))
+
+
+def test_who_may_use_the_folder_may_lock_it(tmp_path):
+    tmp_path.chmod(0o770)
+    checkpoint.lock_folder(tmp_path).close()
+    assert (tmp_path / "run.lock").stat().st_mode & 0o777 == 0o660

@@ -5,10 +5,9 @@ import numpy as np
 import pytest
 import torch
 
-from core import cli, memory
-from core.memory import Setup
+from core import memory
 from diffusion import blocks, dit, plan
-from tests.helpers.live_bytes import check_plan
+from tests.helpers.live_bytes import check_plan, run_flags
 
 LENGTH, NOISY = 96, 64
 
@@ -24,12 +23,12 @@ def inputs_of(rows, masked):
 
 def test_validation_counts(monkeypatch):
     """It takes more rows than a training step, without gradients."""
-    plans, args = [], cli.parse(cli.Parser(""), None, [])
-    monkeypatch.setattr(memory, "print_plan", lambda args, needed, *_: plans.append(needed))
+    plans, args = [], run_flags(attn_backend="sdpa", t_range=(0.0, 1.0), per_device_train_batch_size=1)
+    monkeypatch.setattr(memory, "end_dry_run", lambda args, needed, *_: plans.append(needed))
     rows = SimpleNamespace(length=LENGTH, noisy_length=NOISY, table={"targets": np.array([40])})
     for rows_at_once in (1, 4096):
-        vars(args).update(bf16=True, t_range=(0.0, 1.0), attn_backend="sdpa", per_device_eval_batch_size=rows_at_once)
-        plan.plan_memory(args, None, 1, dit.config_of("tiny", 300, 299, 0.1), rows, SimpleNamespace(sums=lambda n: n))
+        args.per_device_eval_batch_size = rows_at_once
+        plan.plan_memory(args, None, dit.config_of("tiny", 300, 299, 0.1), rows, SimpleNamespace(sums=lambda n: n))
     assert plans[0].pop("activations") < plans[1].pop("activations") and plans[0] == plans[1]
 
 
@@ -39,6 +38,7 @@ def test_planned_memory_is_the_peak_of_a_real_step(bf16, recompute, masked, piec
     """The logits of many masked tokens are computed in pieces."""
     monkeypatch.setattr(dit, "HEAD_ROWS", pieces)
     config = dit.config_of("tiny", 300, 299, 0.1)
-    model, setup = dit.DiT(config, "sdpa", recompute).train(), Setup(1, "ddp", bf16, recompute)
-    check_plan(plan.step_of(config, "sdpa"), setup, (16, LENGTH, NOISY, masked), model, inputs_of(16, masked),
+    model, args = dit.DiT(config, "sdpa", recompute).train(), run_flags(1, "ddp", bf16, recompute)
+    empty = dit.DiT(config, "sdpa").to("meta")
+    check_plan(empty, plan.loss, args, (16, LENGTH, NOISY, masked), model, inputs_of(16, masked),
                lambda model, inputs: model(inputs).sum())

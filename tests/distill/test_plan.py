@@ -5,9 +5,8 @@ import torch
 import transformers
 
 from core import adapters, kernels, memory
-from core.memory import Setup
 from distill import causal_lm, chat_data, packed_lm, plan
-from tests.helpers.live_bytes import by_lengths, check_plan
+from tests.helpers.live_bytes import by_lengths, check_plan, run_flags
 
 SIZES = {"vocab_size": 300, "hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 6,
          "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512}
@@ -47,11 +46,12 @@ def test_planned_memory_is_the_peak_of_a_real_step(kind, lora, bf16, recompute, 
     empty, model = built(kind, lora, bf16, False, recompute, dropout=0.1)
     batch = batch_of(4, 150, 120)
     empty.chunk = model.chunk = 200
-    check_plan(plan.step_of(empty), Setup(1, "ddp", bf16, recompute), (600, len(batch.rows)), model, batch,
+    check_plan(empty, plan.loss, run_flags(1, "ddp", bf16, recompute), (600, len(batch.rows)), model, batch,
                lambda model, batch: model(batch)[0])
 
 
 def test_compiled_layers_keep_less_than_eager_ones():
-    step = plan.step_of(built("qwen", True, True, False, None)[0])
-    compiled, eager = (memory.step_bytes(step, Setup(1, compile=way), (600, 480)) for way in ("auto", False))
+    model, _ = built("qwen", True, True, False, None)
+    compiled, eager = (memory.step_bytes(model, plan.loss, run_flags(compile=way), (600, 480))
+                       for way in ("auto", False))
     assert compiled < 0.9 * eager

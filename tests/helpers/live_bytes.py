@@ -1,6 +1,7 @@
 """Memory of a real step, to compare with a plan."""
 import contextlib
 import weakref
+from argparse import Namespace
 from unittest import mock
 
 import pytest
@@ -47,12 +48,18 @@ def by_lengths(lengths):
     return attention
 
 
-def check_plan(step, setup, pack, model, batch, loss):
+def run_flags(ranks=1, parallel="ddp", bf16=True, gradient_checkpointing=None, **more):
+    """Flags of a dry run that change its memory."""
+    return Namespace(dry_run=ranks, parallel=parallel, bf16=bf16, gradient_checkpointing=gradient_checkpointing,
+                     **{"gradient_accumulation_steps": 1, "compile": False, "shard_size": 0} | more)
+
+
+def check_plan(empty, planned_loss, args, pack, model, batch, loss):
     """Check that a planned step with CPU kernels is within 3 % of a real step's peak, without weights and batch."""
     with mock.patch.object(memory, "gpu_kernels", lambda *_: contextlib.nullcontext()):
-        planned = memory.step_bytes(step, setup._replace(compile=False), pack)
+        planned = memory.step_bytes(empty, planned_loss, args, pack)
     with LiveBytes(model, batch) as real:
-        with torch.autocast("cpu", torch.bfloat16, enabled=setup.bf16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=args.bf16):
             value = loss(model, batch)
         value.backward()
     assert planned == pytest.approx(real.peak, rel=0.03)

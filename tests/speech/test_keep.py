@@ -11,7 +11,7 @@ import torch
 from core import checkpoint
 from core.dist import World
 from data import collate
-from speech import keep, plan, speak, v2, v3
+from speech import keep, speak, v2, v3
 from speech.labels import IGNORE
 from speech.weights import add_lora
 from tests.helpers import higgs3, spoken
@@ -101,7 +101,7 @@ def test_divergence_of_tts_3_equals_a_plain_loop(model3):
     assert_plain_divergence(model, logits_of, samples, ids)
 
 
-def test_spoken_rows_are_the_samples_that_training_would_see(model, data, tmp_path, monkeypatch):
+def test_spoken_rows_are_the_samples_that_training_would_see(model, data, tmp_path):
     """From saved codes: the codes of the reference come first, only the speech is trained. --auto counts both."""
     ids, (reference, answer) = data[0], (spoken.codes_of(spoken.clip(name, 11)).astype(np.int16) for name in ("a", "b"))
     tokens = np.array([7, ids.audio_placeholder_id, 8, 9])
@@ -118,12 +118,8 @@ def test_spoken_rows_are_the_samples_that_training_would_see(model, data, tmp_pa
     for name, value in wanted.items():
         assert np.array_equal(keeper.samples[0][name], value), name
     assert (keeper.samples[0]["audio_targets"] != IGNORE).any()
-    longest, table = [], SimpleNamespace(lengths=np.zeros(1))
-    monkeypatch.setattr(plan.plans, "pack_setups", lambda *words: longest.append(words[-1]))
-    monkeypatch.setattr(plan.plans, "choose", lambda *words: None)
     keeper.settings = SimpleNamespace(max_new_tokens=100)
-    plan.choose(args, World(), 1, model, plan.Data(table, ids, np.array([0]), keeper))
-    assert longest == [100 + len(prompt.row(ids)["input_ids"])] and longest[0] > 100 + len(reference)
+    assert keeper.longest() == 100 + len(prompt.row(ids)["input_ids"]) > 100 + len(reference)
 
 
 @pytest.fixture(scope="module")

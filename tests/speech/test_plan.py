@@ -7,12 +7,11 @@ import soundfile
 import torch
 
 from core import kernels
-from core.memory import Setup
 from data import split_validation
 from speech import plan as speech_plan
 from speech.codes import codec_frames, encode_clip, header_frames, load_codec
 from speech.conversations import Clip
-from tests.helpers.live_bytes import by_lengths, check_plan
+from tests.helpers.live_bytes import by_lengths, check_plan, run_flags
 from tests.helpers.small_speech import pack_of, small_model
 from tests.helpers.spoken import decode_audio
 from tests.helpers.trainer import brief
@@ -27,12 +26,11 @@ def test_planned_memory_is_the_peak_of_a_real_step(targets, recompute, sharded, 
     dtype = torch.bfloat16 if targets else torch.float32
     empty, model = (small_model(targets, dtype, recompute)[1] for _ in range(2))
     model, batch = model.to(torch.bfloat16) if sharded else model, pack_of(4, 40, 90, 30)
-    setup = Setup(1, "fsdp" if sharded else "ddp", True, recompute)
+    args = run_flags(1, "fsdp" if sharded else "ddp", True, recompute)
     pack = len(batch.text_pos), len(batch.audio_pos), len(batch.audio_rows), len(batch.text_rows)
-    step = speech_plan.step_of(empty)
-    check_plan(step, setup, pack, model, batch, lambda model, batch: sum(losses.sum() for losses in model(batch)[:2]))
+    check_plan(empty, speech_plan.loss, args, pack, model, batch, lambda net, b: sum(each.sum() for each in net(b)[:2]))
     if targets:
-        check_plan(step, setup, (*pack, True), model, batch, lambda model, batch: model(batch, keep=True).sum())
+        check_plan(empty, speech_plan.loss, args, (*pack, True), model, batch, lambda net, b: net(b, keep=True).sum())
 
 
 @pytest.fixture(scope="module")
