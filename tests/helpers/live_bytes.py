@@ -50,7 +50,7 @@ def by_lengths(lengths):
 
 def run_flags(ranks=1, parallel="ddp", bf16=True, gradient_checkpointing=None, **more):
     """Flags of a dry run that change its memory."""
-    return Namespace(dry_run=ranks, parallel=parallel, bf16=bf16, gradient_checkpointing=gradient_checkpointing,
+    return Namespace(ranks=ranks, parallel=parallel, bf16=bf16, gradient_checkpointing=gradient_checkpointing,
                      **{"gradient_accumulation_steps": 1, "compile": False, "shard_size": 0} | more)
 
 
