@@ -194,9 +194,8 @@ steps_per_epoch, total_steps = packing.run_length(
     order.packs_per_epoch, per_step, args.num_train_epochs, args.max_steps,
     {"step": step, "epoch": epoch, "first": first_pack})
 validates = bool(len(eval_ids) or prompts)
-intervals = cli.set_intervals(args, total_steps, state.get("args", {}), validates)
-lines = run.schedule_lines(args, model, total_steps, steps_per_epoch, step, resume, intervals,
-                           args.warmup_steps)
+lines = run.schedule_lines(args, model, total_steps, steps_per_epoch, step, resume, state,
+                           validates)
 if dry:
     if resume and args.use_lora:
         adapters.load_adapters(model.net, resume)       # on the meta device this copies nothing
@@ -271,7 +270,7 @@ def validate():
     loader = make_loader(table, ids, eval_packs, min(1, args.num_workers))
     for i, batch in enumerate(loader):
         # often enough for a prompt stop, rarely enough to cost nothing
-        if i % 16 == 0 and run.any_stop(world, args.output_dir):
+        if i % 16 == 0 and any(dist.all_gather(world, run.stop_asked(args.output_dir))):
             return None
         with autocast():
             losses = model(batch.to(device))
@@ -417,5 +416,5 @@ while step < total_steps and not stopping:
             save()
 
 best = f"; best validation loss {best_loss:.4f} at step {best_step}" * (best_step is not None)
-run.end(args, log, step, total_steps, stopping,
+run.end(args, world, step, total_steps, stopping,
         f"{cli.plural(monitor.skipped, 'step')} skipped{best}")

@@ -424,19 +424,6 @@ def check_packing(args, world_size, parser, checks, usual=0):
         args.global_batch_size = samples
 
 
-def set_intervals(args, total_steps, before, validates, **own):
-    """Derive intervals that no flag sets from the length of the run; return a line about them.
-    before: flags of the checkpoint to resume, or {}. own: {flag: steps}, other defaults."""
-    usual = {"save_steps": max(1, total_steps // 10), "eval_steps": max(1, total_steps // 5),
-             "warmup_steps": min(100, round(0.05 * total_steps)), **own}
-    for flag, steps in usual.items():
-        if getattr(args, flag, 0) is None:
-            setattr(args, flag, before.get(flag, steps))
-    saves, evals = (f"every {plural(steps, 'step')}" if steps else "at the end"
-                    for steps in (args.save_steps, args.eval_steps))
-    return f"intervals  checkpoints {saves}" + f"; validation {evals}" * validates
-
-
 # ---- Signals that ask a run to stop; a rank ends with its torchrun
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)      # save and stop

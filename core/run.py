@@ -39,8 +39,7 @@ def start(args):
                           getattr(args, "cpu_offload", False))
         dist.rank0(world, open_output, args, world)
     if world.device.type == "cuda" and args.bf16:     # a CPU has it, slowly
-        require(torch.cuda.get_device_capability() >= (8, 0), f"--bf16: "
-                f"{torch.cuda.get_device_name()} has no bfloat16; give --fp16, or drop it")
+        require(torch.cuda.get_device_capability() >= (8, 0), "--bf16: not on this GPU; drop it")
     watch = SimpleNamespace(report_progress=lambda where, limit_s=None: None)
     if world.size > 1:      # a single process has no rank to watch
         from core import watchdog
@@ -50,10 +49,7 @@ def start(args):
     def report_or_stop(kind, error, trace):
         if kind is not Stopped:
             return dist.report_error(kind, error, trace)
-        disarm()
-        if world.is_main:
-            mark_stopped(args, error)
-        dist.finish()
+        end(args, world, None, None, True, error)
         sys.exit(0)
 
     sys.excepthook = report_or_stop
@@ -76,20 +72,27 @@ def open_output(args, world):
         checkpoint.prepare_folder(args.logging_dir, "--logging_dir")
 
 
-def schedule_lines(args, model, total_steps, steps_per_epoch, step, resume, intervals, warmup):
-    """Lines about the model and steps of a run, its intervals and its start."""
+def schedule_lines(args, model, total_steps, steps_per_epoch, step, resume, state, validates,
+                   base="base model", **own):
+    """Derive intervals that no flag sets from the length of the run -> lines about the model, the
+    steps and the start. state: of the checkpoint `resume`, whose intervals stay. base: weights of
+    step 0. own: {flag: steps}, other defaults."""
     ranks, micro_steps = args.ranks, args.gradient_accumulation_steps
+    usual = {"save_steps": max(1, total_steps // 10), "eval_steps": max(1, total_steps // 5),
+             "warmup_steps": min(100, round(0.05 * total_steps))} | own | state.get("args", {})
+    for flag in ("save_steps", "eval_steps", "warmup_steps"):
+        if getattr(args, flag) is None:
+            setattr(args, flag, usual[flag])
+    saves, evals = (f"every {cli.plural(steps, 'step')}" if steps else "at the end"
+                    for steps in (args.save_steps, args.eval_steps))
     return [metrics.model_text(model, args.use_lora),
             f"steps      {total_steps} ({steps_per_epoch} an epoch), "
             f"{cli.plural(ranks * micro_steps, 'pack')} a step = {cli.plural(ranks, 'rank')} x "
             f"{cli.plural(micro_steps, 'micro-step')}; peak lr {args.learning_rate:.2e}, "
-            f"warm-up {warmup}", intervals, start_line(step, total_steps, resume)]
-
-
-def start_line(step, total_steps, resume, base="base model"):
-    """Line about the step and weights from which a run starts."""
-    return (f"start      step {step}, {f'resumed from {resume}' if resume else base}"
-            + f"; already finished: raise --max_steps above {total_steps}" * (step >= total_steps))
+            f"warm-up {args.warmup_steps}",
+            f"intervals  checkpoints {saves}" + f"; validation {evals}" * validates,
+            f"start      step {step}, {f'resumed from {resume}' if resume else base}"
+            + f"; already finished: raise --max_steps above {total_steps}" * (step >= total_steps)]
 
 
 def open_log(args, world, step, eval_due):
@@ -100,48 +103,34 @@ def open_log(args, world, step, eval_due):
     return metrics.MetricsLog(args, step, eval_due)
 
 
-def end(args, log, step, total_steps, stopping, result):
-    """Wait for the last checkpoint, print how the run ended, leave the process group. stopping: the
-    run was asked to stop, so the launcher's marker is written. result: text for a complete run."""
-    checkpoint.wait()
-    disarm()       # from here on no rank waits for another
-    if log.path:
-        if stopping:
-            why = stop_asked(args.output_dir) or "asked to stop by a signal to another rank"
-            mark_stopped(args, f"{why} at step {step}", f" of {total_steps}; checkpoint saved; "
-                         "rerun the same command to resume")
-        else:
-            print(f"done       step {step}; {result}; final checkpoint "
-                  f"{Path(args.output_dir) / f'checkpoint-{step}'}")
-            print("verdict   ", "; ".join(metrics.verdict(metrics.read_metrics(log.path))))
-    dist.finish()
-
-
-# ---- Stopping
-
-
 def stop_asked(output_dir):
     """Reason to save and stop as text, or None: a signal, or the file OUTPUT_DIR/stop."""
     asked = cli.stop_requested() or os.path.exists(Path(output_dir) / "stop") and "stop"
     return f"asked to stop by {asked}" if asked else None
 
 
-def any_stop(world, output_dir):
-    """True if any rank was asked to stop. Collective."""
-    return any(dist.all_gather(world, stop_asked(output_dir)))
-
-
-def mark_stopped(args, why, more=""):
-    """Ask the launcher to start this run again, and print why it stops."""
-    checkpoint.write_text(Path(args.output_dir) / MARKER, f"{why}\n")
-    print(f"stopped    {why}{more}")
-
-
-def disarm():
-    """At the end of a run: ranks may exit at different times, and signals are ignored."""
+def end(args, world, step, total_steps, stopping, result):
+    """Wait for the last checkpoint, print how the run ended, leave the process group. stopping: the
+    launcher starts this run again. result: text for a complete run; why it stops, without a step"""
+    checkpoint.wait()
+    # ranks may exit at different times: from here on no rank waits for another
     for number in cli.SIGNALS:  # the exiting interpreter would restore default handlers, which kill
         signal.signal(number, signal.SIG_IGN)
     dist.disarmed.set()
     for thread in threading.enumerate():
         if thread.name == "watchdog":       # in a call to the store it would abort the exit
             thread.join(GRACE_S)
+    folder = Path(args.output_dir)
+    if world.is_main and stopping:
+        why, more = result, ""
+        if step is not None:
+            why = stop_asked(folder) or "asked to stop by a signal to another rank"
+            why += f" at step {step}"
+            more = f" of {total_steps}; checkpoint saved; rerun the same command to resume"
+        checkpoint.write_text(folder / MARKER, f"{why}\n")
+        print(f"stopped    {why}{more}")
+    elif world.is_main:
+        print(f"done       step {step}; {result}; final checkpoint {folder / f'checkpoint-{step}'}")
+        rows = metrics.read_metrics(folder / "metrics.jsonl")
+        print("verdict   ", "; ".join(metrics.verdict(rows)))
+    dist.finish()

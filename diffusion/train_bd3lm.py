@@ -172,19 +172,15 @@ per_step, total_steps = ranks * accumulation, args.max_steps
 step_rows = per_step * batch_rows
 step_problems = step_rows * per_row
 # keeps the noise scale of Adam's updates for larger batches
-peak_lr = args.learning_rate * math.sqrt(
-    step_problems / (args.scale_lr_from_batch or step_problems))
-intervals = cli.set_intervals(args, total_steps, state.get("args", {}), bool(validation),
-                              eval_steps=500, save_steps=2000)
+args.learning_rate *= math.sqrt(step_problems / (args.scale_lr_from_batch or step_problems))
 with torch.device("meta"):
-    size = metrics.model_text(config.network(config), lora)
-print0(size, f"problems   {table['samples'].sum()} to train, {held_out} to validate; {len(rows)} "
-       f"rows of {rows.length} clean and {rows.noisy_length} noisy tokens",
-       f"steps      {total_steps} = {total_steps * per_step / order.packs_per_epoch:,.1f} epochs; "
-       f"a step is {step_problems:,.0f} problems in {step_rows} rows = "
-       f"{cli.plural(ranks, 'rank')} x {accumulation} x {batch_rows}", intervals,
-       run.start_line(step, total_steps, resume,
-                      f"weights of {origin.path}" if origin else "new weights"))
+    lines = run.schedule_lines(
+        args, config.network(config), total_steps, f"{order.packs_per_epoch / per_step:,.1f}", step,
+        resume, state, bool(validation), f"weights of {origin.path}" if origin else "new weights",
+        eval_steps=500, save_steps=2000)
+print0(f"problems   {table['samples'].sum()} to train, {held_out} to validate; {len(rows)} rows of "
+       f"{rows.length} clean and {rows.noisy_length} noisy tokens; a step is {step_problems:,.0f} "
+       f"problems in {step_rows} rows", *lines)
 if dry:
     from diffusion import plan
     plan.plan_memory(args, world, config, rows, order, total_steps - step)
@@ -207,7 +203,8 @@ if resume:
 model.train()
 wrapped = dist.wrap_ddp(model, world) if args.parallel == "ddp" else model
 parameters = list(model.parameters())
-optimizer = optim.build_adamw(model.named_parameters(), peak_lr, args.weight_decay, args.adam_beta2)
+optimizer = optim.build_adamw(model.named_parameters(), args.learning_rate, args.weight_decay,
+                              args.adam_beta2)
 torch.manual_seed(args.seed + world.rank)       # different dropout on every rank
 if resume:
     checkpoint.restore(world, resume, model, optimizer)
@@ -219,7 +216,7 @@ def validate():
     global t_range, stale, best_step
     watch.report_progress(f"validation at step {step}", args.wait_timeout)
     result = elbo.validate(world, model, average, task, t_range,
-                           partial(run.any_stop, world, args.output_dir))
+                           lambda: any(dist.all_gather(world, run.stop_asked(args.output_dir))))
     if result is None:
         return None
     values, t_range = result
@@ -322,7 +319,8 @@ while step < total_steps and not stopping and stale < patience:
     norm = optim.clip_gradients(parameters, args.max_grad_norm)
 
     # step: all ranks skip it if the gradient is not finite; the host does not wait for that
-    lr = peak_lr * optim.lr_factor(step, total_steps, args.warmup_steps, args.lr_scheduler)
+    lr = args.learning_rate * optim.lr_factor(step, total_steps, args.warmup_steps,
+                                              args.lr_scheduler)
     bad = optim.take_step(optimizer, lr, norm)
     average.update(bad)
     sums += torch.where(bad > 0, 0.0, step_sums)
@@ -371,5 +369,5 @@ while step < total_steps and not stopping and stale < patience:
             save()
 
 early = f"no better bound{' or accuracy' * bool(asked)} in {stale} validations; "
-run.end(args, log, step, total_steps, stopping, early * (step < total_steps) +
+run.end(args, world, step, total_steps, stopping, early * (step < total_steps) +
         f"{cli.plural(monitor.skipped, 'step')} skipped; best at step {best_step}")

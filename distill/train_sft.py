@@ -185,10 +185,9 @@ pad_to = 0 if args.teacher_path else args.max_tokens_per_batch      # static sha
 steps_per_epoch, total_steps = run_length(
     order.packs_per_epoch, per_step, args.num_train_epochs, args.max_steps,
     {"step": step, "epoch": epoch, "first": first_pack})
-warmup_steps, validates = round(args.warmup_ratio * total_steps), bool(len(eval_ids))
-intervals = cli.set_intervals(args, total_steps, state.get("args", {}), validates)
-lines = run.schedule_lines(args, model, total_steps, steps_per_epoch, step, resume, intervals,
-                           warmup_steps)
+args.warmup_steps, validates = round(args.warmup_ratio * total_steps), bool(len(eval_ids))
+lines = run.schedule_lines(args, model, total_steps, steps_per_epoch, step, resume, state,
+                           validates)
 lines.insert(1, chat_data.samples_line(table, train_ids, eval_ids))
 if dry:
     if resume and args.use_lora:
@@ -238,7 +237,7 @@ def validate():
     model.eval()        # no dropout
     for i, batch in enumerate(loader):
         # often enough for a prompt stop, rarely enough to cost nothing
-        if i % 16 == 0 and run.any_stop(world, args.output_dir):
+        if i % 16 == 0 and any(dist.all_gather(world, run.stop_asked(args.output_dir))):
             return None
         with dist.autocast(device, dtype):
             total += torch.stack(model(batch.to(device))).double()
@@ -335,8 +334,8 @@ while step < total_steps and not stopping:
     norm = optim.clip_gradients(trainable, args.max_grad_norm)
 
     # step: all ranks skip it if the gradient is not finite; the host does not wait for that
-    lr = args.learning_rate * optim.lr_factor(step, total_steps, warmup_steps, args.lr_scheduler,
-                                              args.min_lr_ratio)
+    lr = args.learning_rate * optim.lr_factor(step, total_steps, args.warmup_steps,
+                                              args.lr_scheduler, args.min_lr_ratio)
     bad = optim.take_step(optimizer, lr, norm).to(device)
     scaler.update()
     sums += torch.where(bad > 0, 0.0, step_sums)
@@ -382,5 +381,5 @@ while step < total_steps and not stopping:
             save()
 
 best = f"; best validation loss {best_loss:.4f} at step {best_step}" * (best_step is not None)
-run.end(args, log, step, total_steps, stopping,
+run.end(args, world, step, total_steps, stopping,
         f"{cli.plural(monitor.skipped, 'step')} skipped{best}")

@@ -7,8 +7,9 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
-from core import cli
+from core import cli, run
 from tests.helpers.trainer import ROOT, script_flags
 
 REQUIRED = ["--train_data_file", "train.json", "--model_path", "model", "--audio_tokenizer_path", "codec"]
@@ -121,8 +122,10 @@ def test_the_file_that_a_run_leaves_repeats_it(tmp_path):
 
 
 def set_intervals(total, before=None, validates=True, **flags):
-    args = argparse.Namespace(**dict.fromkeys(("save_steps", "eval_steps", "warmup_steps")) | flags)
-    return args, cli.set_intervals(args, total, before or {}, validates).splitlines()
+    args = argparse.Namespace(**dict.fromkeys(("save_steps", "eval_steps", "warmup_steps")) | flags, ranks=1, use_lora=False,
+                              gradient_accumulation_steps=1, learning_rate=1.0)
+    lines = run.schedule_lines(args, torch.nn.Linear(1, 1), total, 1, 0, None, {"args": before or {}}, validates)
+    return args, [line for line in lines if line.startswith("intervals")]
 
 
 @pytest.mark.parametrize("total, wanted", [(525, (52, 105, 26)), (1, (1, 1, 0))])
