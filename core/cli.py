@@ -19,7 +19,6 @@ from argparse import SUPPRESS
 from pathlib import Path
 
 TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
-BOOLEAN = dict.fromkeys(TRUE, True) | dict.fromkeys(FALSE, False)
 CONFIG = "run.yaml"     # in OUTPUT_DIR: the flags that repeat a run
 CPUS = len(os.sched_getaffinity(0))     # cores of this job, which may be a share of the node
 
@@ -34,8 +33,8 @@ OLD_NAMES = {
 # {flag that a trainer accepts without effect: its values, None = any}
 WITHOUT_EFFECT = {
     "--optim": ("adamw_torch_fused", "adamw_torch"), "--dataloader_pin_memory": TRUE,
-    "--freeze_audio_tower": BOOLEAN, "--freeze_audio_encoder_proj": BOOLEAN,
-    "--enable_strategic_logging": BOOLEAN, "--strategic_logging_steps": None}
+    "--freeze_audio_tower": TRUE + FALSE, "--freeze_audio_encoder_proj": TRUE + FALSE,
+    "--enable_strategic_logging": TRUE + FALSE, "--strategic_logging_steps": None}
 # in http://user:password@host?api_key=...
 SECRETS = re.compile(r"(?<=://)[^/?#\s]*(?=@)|"
                      r"(?<=[?&])(?=[\w-]*=)[\w-]*(?:key|token|secret|password)[\w-]*=[^&#\s]*",
@@ -77,10 +76,8 @@ def report_error(kind, error, trace):
     """sys.excepthook: one line for Ctrl-C, a UserError, or an OSError that names its file."""
     if kind is KeyboardInterrupt:
         print_error("interrupted")
-    elif isinstance(error, UserError):
+    elif isinstance(error, UserError) or isinstance(error, OSError) and error.filename:
         print_error(f"error: {error}")
-    elif isinstance(error, OSError) and error.filename:
-        print_error(f"error: {error.filename} cannot be read or written ({error.strerror})")
     else:
         lines = traceback.format_exception(kind, error, trace)
         print_error(f"rank {os.environ.get('RANK', '0')} failed:\n{''.join(lines)}")
@@ -186,6 +183,7 @@ def parse(parser, check=None, argv=None):
     A mistake prints one line on rank 0 and exits, with status 2, or 1 if check() found it. From
     here on this process ends with its torchrun, and a trainer only records SIGTERM and SIGUSR1."""
     words, status = sys.argv[1:] if argv is None else list(argv), 2
+    is_main = os.environ.get("RANK", "0") == "0"
     if "TORCHELASTIC_RUN_ID" in os.environ:     # torchrun's ranks end with it
         end_with_parent()
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")   # no stack traces of a lost store
@@ -198,30 +196,28 @@ def parse(parser, check=None, argv=None):
     if setting := os.environ.get("PYTORCH_CUDA_ALLOC_CONF"):    # many write =, torch wants a colon
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = setting.replace("=", ":")
     known = parser._option_string_actions
-    old_names = {old: known[new] for old, new in OLD_NAMES.items() if new in known}
-    known.update(old_names | known)
+    known |= {old: known[new] for old, new in OLD_NAMES.items() if new in known} | known
     try:
         # later words count, so flags of the command line override the file's
         words = read_config(parser, words) + words
         args = parser.parse_args(words, Args())
         args.given, status = remove_secrets(vars(args)), 1
         args.named = {known[name].dest for word in words if (name := word.split("=")[0]) in known}
-        args.ranks = getattr(args, "dry_run", None) or int(os.environ.get("WORLD_SIZE", "1"))
+        dry_run = getattr(args, "dry_run", False)   # False: no trainer; None: a run; else GPUs
+        args.ranks = int(dry_run or os.environ.get("WORLD_SIZE", "1"))
         if check:
             check(args, args.ranks)
     except UserError as error:
-        if os.environ.get("RANK", "0") == "0":
+        if is_main:
             print_error(f"error: {error}")
         else:
             time.sleep(5)       # while rank 0 reports the same mistake
         sys.exit(status)
-    if os.environ.get("CHECK_FLAGS"):       # set by launch/slurm.sh for DRY_RUN=1
+    # CHECK_FLAGS: set by launch/slurm.sh for DRY_RUN=1; one process plans for all
+    if os.environ.get("CHECK_FLAGS") or dry_run and not is_main:
         sys.exit(0)
-    planned = getattr(args, "dry_run", False)       # False: no trainer; None: a run; else GPUs
-    if planned is None:
+    if dry_run is None:
         catch_signals()
-    elif planned is not False and os.environ.get("RANK", "0") != "0":
-        sys.exit(0)     # one process plans for all
     return args
 
 
@@ -231,11 +227,9 @@ def parse(parser, check=None, argv=None):
 def read_config(parser, words):
     """Flags of the YAML file that --config names, as words of a command line; [] without --config.
     Values stay as written (on, 5e-5, 007); null gives no flag. UserError."""
-    flags = parser._option_string_actions
-    finder = Parser("", add_help=False)
-    finder.add_argument("--config")
-    file = finder.parse_known_args(words)[0].config
-    if not file or "--config" not in flags:
+    parts = [part for word in words for part in word.split("=", 1)]
+    file = dict(zip(parts, parts[1:])).get("--config")      # the last one counts
+    if not file:
         return []
     import yaml  # comes with transformers
     try:
@@ -244,10 +238,10 @@ def read_config(parser, words):
     except (OSError, yaml.YAMLError, UnicodeError) as error:
         raise UserError(f"--config {file}: cannot be read as YAML ({' '.join(str(error).split())})")
     require(isinstance(values, dict), f"--config {file}: must be lines of flag: value")
-    file_words = []
+    file_words, flags = [], parser._option_string_actions.keys() - {"--config", "--help"}
     for name, value in values.items():
         flag, where = f"--{name}", f"--config {file}: {name}"
-        require(flag in flags and name not in ("config", "help"), f"{where}: no such flag")
+        require(flag in flags, f"{where}: no such flag")
         require(len(re.findall(rf"^{name}:", text, re.M)) < 2, f"{where} is there twice")
         require(not isinstance(value, dict), f"{where} takes a value or a list")
         if isinstance(value, list):
@@ -283,7 +277,7 @@ def trainer_flags(p, checks):
     # before the run
     flag("--config", None, "YAML file of flags, such as OUTPUT_DIR/run.yaml", metavar="FILE")
     flag("--dry_run", None, "check all, print the plan for N GPUs (default: as launched) and stop",
-         nargs="?", type=int, const=0, metavar="N")
+         COUNT, nargs="?", type=int, const=int(os.environ.get("WORLD_SIZE", "1")), metavar="N")
     # data
     flag("--eval_data_file", None, "validation data; without it --validation_split is held out")
     flag("--drop_bad", None, "leave out bad samples, listed in OUTPUT_DIR/problems.jsonl: all, or "
@@ -345,8 +339,7 @@ def packing_flags(p):
     flag("--max_steps", 0, "stop after this many optimizer steps, 0 = use --num_train_epochs")
     flag("--eval_steps", None, "steps between validations, 0 = at the end (default: 1/5)", type=int)
     flag("--save_steps", None, "steps between saves, 0 = at the end (default: 1/10)", type=int)
-    switch("--reshard_after_forward", "fsdp: free gathered weights until backward; "
-           "--no-reshard_after_forward is faster", default=True)
+    switch("--reshard_after_forward", "fsdp: free gathered weights until backward", default=True)
     switch("--cpu_offload", "fsdp, hsdp: keep shards and optimizer in host memory (slow)")
     switch("--fp16", "float16 compute with a scaled loss, for GPUs without bfloat16")
     switch("--float8", "lora, compiled: multiply by frozen weights in float8")
@@ -367,11 +360,8 @@ def check_trainer(args, world_size, parser, checks):
     for name, value in vars(args).items():
         if re.match("lora_|use_rslora|use_dora|train_audio", name) and not args.use_lora:
             require(value == parser.get_default(name), f"--{name} needs --use_lora")
-    most = max(2, CPUS // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    if args.num_workers > most and args.dry_run is None:
-        if args.num_workers != parser.get_default("num_workers"):
-            notice(f"--num_workers {args.num_workers}: {most} a rank, of {CPUS} CPUs")
-        args.num_workers = most
+    cpus_of_rank = CPUS // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    args.num_workers = min(args.num_workers, max(2, cpus_of_rank))
     # --parallel; hsdp:N becomes parallel and shard_size
     if "zero3" in args.parallel:        # DeepSpeed's stage 3 shards the same tensors as FSDP2
         args.parallel = "fsdp"

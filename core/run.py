@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import torch
 
 from core import checkpoint, cli, dist, json_files, metrics
-from core.cli import require
+from core.cli import plural, require
 from core.dist import GRACE_S
 
 MARKER = "requeue"      # in OUTPUT_DIR: the launcher starts this run again
@@ -62,8 +62,7 @@ def start(args):
 def open_output(args, world):
     """On rank 0: lock the folders of a run and remove what an earlier run left in them."""
     name = torch.cuda.get_device_name() if world.device.type == "cuda" else "CPU"
-    kind = "bf16" if args.bf16 else "fp16" if getattr(args, "fp16", False) else "fp32"
-    print(f"device     {world.size} x {name}, torch {torch.__version__}, {kind}")
+    print(f"device     {world.size} x {name}, torch {torch.__version__}")
     checkpoint.lock_folder(args.output_dir)
     checkpoint.remove_named(args.output_dir, checkpoint.UNFINISHED)
     for name in (MARKER, "stop", json_files.LIST):
@@ -83,14 +82,13 @@ def schedule_lines(args, model, total_steps, steps_per_epoch, step, resume, stat
     for flag in ("save_steps", "eval_steps", "warmup_steps"):
         if getattr(args, flag) is None:
             setattr(args, flag, usual[flag])
-    saves, evals = (f"every {cli.plural(steps, 'step')}" if steps else "at the end"
-                    for steps in (args.save_steps, args.eval_steps))
     return [metrics.model_text(model, args.use_lora),
             f"steps      {total_steps} ({steps_per_epoch} an epoch), "
-            f"{cli.plural(ranks * micro_steps, 'pack')} a step = {cli.plural(ranks, 'rank')} x "
-            f"{cli.plural(micro_steps, 'micro-step')}; peak lr {args.learning_rate:.2e}, "
+            f"{plural(ranks * micro_steps, 'pack')} a step = {plural(ranks, 'rank')} x "
+            f"{plural(micro_steps, 'micro-step')}; peak lr {args.learning_rate:.2e}, "
             f"warm-up {args.warmup_steps}",
-            f"intervals  checkpoints {saves}" + f"; validation {evals}" * validates,
+            f"intervals  checkpoints every {plural(args.save_steps or total_steps, 'step')}"
+            + f"; validation every {plural(args.eval_steps or total_steps, 'step')}" * validates,
             f"start      step {step}, {f'resumed from {resume}' if resume else base}"
             + f"; already finished: raise --max_steps above {total_steps}" * (step >= total_steps)]
 
@@ -98,7 +96,7 @@ def schedule_lines(args, model, total_steps, steps_per_epoch, step, resume, stat
 def open_log(args, world, step, eval_due):
     """MetricsLog; only rank 0's writes. Writes OUTPUT_DIR/run.yaml, whose flags repeat the run."""
     if not world.is_main:
-        return SimpleNamespace(path=None, write=lambda step, values: None)
+        return SimpleNamespace(write=lambda step, values: None)
     checkpoint.write_text(Path(args.output_dir) / cli.CONFIG, cli.config_text(args, sys.argv[0]))
     return metrics.MetricsLog(args, step, eval_due)
 

@@ -105,7 +105,7 @@ def test_wrong_settings_of_a_launcher_are_refused(settings, args, message):
     assert done.returncode == 1 and re.search(f"^train_tts_h200x8: error: {message}", done.stderr.splitlines()[-1])
 
 
-def test_the_flags_of_ms_swift(monkeypatch, capsys):
+def test_the_flags_of_ms_swift(monkeypatch):
     """Line 3: train_tts_h200x8.sh takes these flags; BATCH_SIZE=4 keeps 256 samples a step: 4 x 8 GPUs x 8."""
     done = launch("train_tts_h200x8.sh", *shlex.split(MS_SWIFT), DRY_RUN="1", MIN_GPUS="0", NPROC_PER_NODE="8",
                   SLURM_CPUS_PER_TASK="128", TRAIN_DATA=__file__, BATCH_SIZE="4")
@@ -115,7 +115,7 @@ def test_the_flags_of_ms_swift(monkeypatch, capsys):
     assert args.named >= {"parallel", "gradient_checkpointing"} and args.auto       # --auto does not change named flags
     assert (args.parallel, args.bf16, args.gradient_checkpointing, args.optim) == ("fsdp", True, "all",
                                                                                    "adamw_torch_fused")
-    assert (args.num_workers, args.preprocess_num_proc) == (16, 32) and "32: 16 a rank" in capsys.readouterr().out
+    assert (args.num_workers, args.preprocess_num_proc) == (16, 32)
     assert (args.use_lora, args.lora_target_modules, args.lora_rank, args.lora_alpha) == (True, "all-linear", 16, 64)
     assert (args.report_to, args.logging_steps, args.gradient_accumulation_steps) == (["tensorboard"], 5, 8)
     done = launch("train_tts_h200x8.sh", "--gradient_accumulation_steps", "4", DRY_RUN="1", MIN_GPUS="0",
