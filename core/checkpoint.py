@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from core import dist, json_files, optim, tensor_io
-from core.cli import UserError, notice, one_line, require
+from core.cli import UserError, one_line, require
 
 MANIFEST = "manifest.json"
 STATE = "trainer_state"     # a folder that from_pretrained and PEFT do not read
@@ -134,7 +134,7 @@ def lock_folder(folder, flag="--output_dir", name="run", wait_s=WAIT_S, give_up=
         except BlockingIOError:
             pass
         except OSError as error:        # some network file systems have no locks
-            notice(f"{path}: cannot be locked ({error.strerror}): start no second run there")
+            print(f"notice     {path}: cannot be locked ({error.strerror}): start no second run")
             break
         lock.seek(0)
         used = f"{folder}: another run is using it ({one_line(lock.read().strip())})"

@@ -36,9 +36,8 @@ WITHOUT_EFFECT = {
     "--freeze_audio_tower": TRUE + FALSE, "--freeze_audio_encoder_proj": TRUE + FALSE,
     "--enable_strategic_logging": TRUE + FALSE, "--strategic_logging_steps": None}
 # in http://user:password@host?api_key=...
-SECRETS = re.compile(r"(?<=://)[^/?#\s]*(?=@)|"
-                     r"(?<=[?&])(?=[\w-]*=)[\w-]*(?:key|token|secret|password)[\w-]*=[^&#\s]*",
-                     re.IGNORECASE)
+SECRETS = re.compile(r"(?i)(?<=://)[^/?#\s]*(?=@)|"
+                     r"(?<=[?&])(?=[\w-]*=)[\w-]*(?:key|token|secret|password)[\w-]*=[^&#\s]*")
 
 
 class UserError(Exception):
@@ -57,8 +56,8 @@ def one_line(text, limit=500):
     """str(text) as one line of about `limit` characters without control characters or passwords."""
     text = SECRETS.sub("***", str(text))        # before the cut, which may remove the "@"
     if len(text) > limit:
-        half = limit // 2
-        text = f"{text[:half]}[... {len(text) - 2 * half:,} characters ...]{text[-half:]}"
+        cut = f"[... {len(text) - limit:,} characters ...]"
+        text = text[:limit // 2] + cut + text[-limit // 2:]
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
 
 
@@ -81,11 +80,6 @@ def report_error(kind, error, trace):
     else:
         lines = traceback.format_exception(kind, error, trace)
         print_error(f"rank {os.environ.get('RANK', '0')} failed:\n{''.join(lines)}")
-
-
-def notice(text):
-    if os.environ.get("RANK", "0") == "0":
-        print(f"notice     {text}", flush=True)
 
 
 def first_line(error):
@@ -135,9 +129,8 @@ SEED = "be below 2**62, and 0 or more", lambda v: 0 <= v < 2**62
 class Parser(argparse.ArgumentParser):
     """ArgumentParser without abbreviations, whose meaning would change with each new flag."""
 
-    def __init__(self, description, **options):
-        usage = "%(prog)s [--flag value ...]"
-        super().__init__(description=description, usage=usage, allow_abbrev=False, **options)
+    def __init__(self, description):
+        super().__init__(None, "%(prog)s [--flag value ...]", description, allow_abbrev=False)
 
     def flag(self, name, default, help, limits=ZERO_OR_MORE, **options):
         """add_argument() with the type of the default, and the default in the help. A number must
@@ -158,23 +151,20 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(name, default=default, help=help, **options)
 
     def switch(self, name, help, default=False, on=True):
-        """Add a flag of the forms --bf16, --bf16 true, --bf16 false; if it is on by default, also
-        --no-bf16. on: its value for true."""
+        """Add a flag of the forms --bf16, --bf16 true, --bf16 false, --no-bf16. on: its value for
+        true."""
         values = dict.fromkeys(TRUE, on) | dict.fromkeys(FALSE, False)
         self.add_argument(name, nargs="?", type=alias(**values), choices=(on, False, default),
                           const=on, default=default, metavar="true|false", help=help)
-        if default is True:
-            self.add_argument(f"--no-{name[2:]}", dest=name[2:], action="store_false",
-                              help=SUPPRESS)
+        self.add_argument(f"--no-{name[2:]}", dest=name[2:], action="store_false", help=SUPPRESS)
 
     def error(self, message):
         raise UserError(message.removeprefix("argument "))
 
 
 class Args(argparse.Namespace):
-    """Parsed flags. Not in vars() are `given`, the flags as parsed, before checks derive values;
-    `named`, the set of flags that the command line or --config names; and `ranks`, the number of
-    ranks: N of --dry_run N, or torchrun's."""
+    """Parsed flags. Not in vars(): `given`, the flags before checks derive values; `named`, the set
+    of flags that the user names; `ranks`, the number of ranks: N of --dry_run N, or torchrun's."""
     __slots__ = ("given", "named", "ranks")
 
 
@@ -208,10 +198,8 @@ def parse(parser, check=None, argv=None):
         if check:
             check(args, args.ranks)
     except UserError as error:
-        if is_main:
-            print_error(f"error: {error}")
-        else:
-            time.sleep(5)       # while rank 0 reports the same mistake
+        # the others wait while rank 0 reports the same mistake
+        print_error(f"error: {error}") if is_main else time.sleep(5)
         sys.exit(status)
     # CHECK_FLAGS: set by launch/slurm.sh for DRY_RUN=1; one process plans for all
     if os.environ.get("CHECK_FLAGS") or dry_run and not is_main:
@@ -280,8 +268,8 @@ def trainer_flags(p, checks):
          COUNT, nargs="?", type=int, const=int(os.environ.get("WORLD_SIZE", "1")), metavar="N")
     # data
     flag("--eval_data_file", None, "validation data; without it --validation_split is held out")
-    flag("--drop_bad", None, "leave out bad samples, listed in OUTPUT_DIR/problems.jsonl: all, or "
-         f"of these checks: {', '.join(checks)}", nargs="*", metavar="CHECK")
+    flag("--drop_bad", None, f"leave out bad samples, all or of some checks: {', '.join(checks)}",
+         nargs="*", metavar="CHECK")
     switch("--drop_too_long", SUPPRESS)        # --drop_bad too_long
     # adapters
     switch("--use_lora", "train adapters on a frozen base instead of all weights")
@@ -302,7 +290,8 @@ def trainer_flags(p, checks):
     switch("--auto", "choose batches, --gradient_checkpointing and --parallel to fit memory")
     flag("--gpu_memory", None, "GiB per GPU (default: this GPU's, or 80)", ABOVE_0, type=float)
     flag("--parallel", "ddp", "one replica per GPU, or shards over all GPUs, a node, or N GPUs "
-         "(default: ddp; chats on several GPUs: fsdp)", metavar="ddp|fsdp|hsdp|hsdp:N")
+         "(default: ddp; chats on several GPUs: fsdp)", metavar="ddp|fsdp|hsdp|hsdp:N",
+         type=lambda text: "fsdp" if "zero3" in text else text)     # DeepSpeed's, shards the same
     switch("--bf16", "bfloat16 compute; a frozen base is stored in bfloat16")
     switch("--tf32", "TF32 for float32 matrix products on CUDA")
     switch("--gradient_checkpointing", "recompute all layers in backward: less memory", on="all")
@@ -350,9 +339,8 @@ def packing_flags(p):
 
 def check_trainer(args, world_size, parser, checks):
     """Check combinations of the flags of trainer_flags; --drop_bad becomes a tuple of `checks`."""
-    names = {name for value in args.drop_bad or () for name in value.split(",") if name}
-    require(names <= {*checks}, f"--drop_bad: there are the checks {', '.join(checks)}")
-    names |= {"too_long"} if args.drop_too_long else set()
+    names = ",".join(["too_long" * args.drop_too_long, *(args.drop_bad or ())]).split(",")
+    require({*names} <= {"", *checks}, f"--drop_bad: there are the checks {', '.join(checks)}")
     args.drop_bad = tuple(name for name in checks if name in names or args.drop_bad == [])
     args.report_to = [name for name in args.report_to if name != "none"]
     for name in args.report_to:
@@ -362,9 +350,7 @@ def check_trainer(args, world_size, parser, checks):
             require(value == parser.get_default(name), f"--{name} needs --use_lora")
     cpus_of_rank = CPUS // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     args.num_workers = min(args.num_workers, max(2, cpus_of_rank))
-    # --parallel; hsdp:N becomes parallel and shard_size
-    if "zero3" in args.parallel:        # DeepSpeed's stage 3 shards the same tensors as FSDP2
-        args.parallel = "fsdp"
+    # hsdp:N becomes parallel and shard_size
     require(re.fullmatch(r"ddp|fsdp|hsdp(:[1-9]\d*)?", args.parallel),
             f"--parallel {args.parallel}: there are ddp, fsdp, hsdp, hsdp:N and DeepSpeed's zero3")
     args.parallel, _, size = args.parallel.partition(":")
@@ -403,14 +389,12 @@ def check_packing(args, world_size, parser, checks, usual=0):
             "--group_by_length count samples: not with packs of tokens")
     if is_set:
         return
-    args.gradient_accumulation_steps = 1
     samples = args.global_batch_size or usual
-    if not packs_tokens:
-        per_micro_step = args.per_device_train_batch_size * world_size
-        require(samples % per_micro_step == 0, f"--global_batch_size {samples} is not a multiple "
-                f"of {per_micro_step}, the samples of a micro-step on all ranks")
-        args.gradient_accumulation_steps = max(1, samples // per_micro_step)
-    elif args.auto:
+    per_micro_step = args.per_device_train_batch_size * world_size
+    require(packs_tokens or samples % per_micro_step == 0, f"--global_batch_size {samples} is not "
+            f"a multiple of {per_micro_step}, the samples of a micro-step on all ranks")
+    args.gradient_accumulation_steps = 1 if packs_tokens else max(1, samples // per_micro_step)
+    if packs_tokens and args.auto:
         args.global_batch_size = samples
 
 

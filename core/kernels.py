@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 
-from core.cli import UserError, notice, one_line
+from core.cli import UserError, one_line
 
 FLASH = (torch.bfloat16, torch.float16)     # of packed attention on GPUs; see optim.loss_scaler
 
@@ -19,7 +19,7 @@ def compiles(kind):
         torch.compile(lambda x: x + 1)(torch.zeros(8, device=kind))
     except Exception as error:      # no compiler, a broken one, or no headers
         why = getattr(error, "inner_exception", error)
-        notice(f"torch.compile fails here ({one_line(why, 80)}); it needs gcc, g++ and Python.h")
+        print(f"notice     torch.compile fails here ({one_line(why, 80)}): it needs g++, Python.h")
         return False
     return True
 

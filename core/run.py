@@ -1,7 +1,5 @@
-"""Start, stop and end of a trainer. The loop is in each script.
-
-SIGTERM and SIGUSR1 only set a flag. The loop checks it, saves, leaves OUTPUT_DIR/requeue for the
-launcher and exits with status 0.
+"""Start and end of a trainer; its loop is in each script. SIGTERM and SIGUSR1 only set a flag: the
+loop saves, end() leaves OUTPUT_DIR/requeue for the launcher, and the exit status is 0.
 """
 import atexit
 import os
@@ -17,9 +15,6 @@ import torch
 
 from core import checkpoint, cli, dist, json_files, metrics
 from core.cli import plural, require
-from core.dist import GRACE_S
-
-MARKER = "requeue"      # in OUTPUT_DIR: the launcher starts this run again
 
 
 class Stopped(Exception):
@@ -65,28 +60,27 @@ def open_output(args, world):
     print(f"device     {world.size} x {name}, torch {torch.__version__}")
     checkpoint.lock_folder(args.output_dir)
     checkpoint.remove_named(args.output_dir, checkpoint.UNFINISHED)
-    for name in (MARKER, "stop", json_files.LIST):
+    for name in ("requeue", "stop", json_files.LIST):
         (Path(args.output_dir) / name).unlink(missing_ok=True)
     if "tensorboard" in args.report_to:
         checkpoint.prepare_folder(args.logging_dir, "--logging_dir")
 
 
-def schedule_lines(args, model, total_steps, steps_per_epoch, step, resume, state, validates,
+def schedule_lines(args, model, total_steps, per_epoch, step, resume, state, validates,
                    base="base model", **own):
     """Derive intervals that no flag sets from the length of the run -> lines about the model, the
     steps and the start. state: of the checkpoint `resume`, whose intervals stay. base: weights of
     step 0. own: {flag: steps}, other defaults."""
-    ranks, micro_steps = args.ranks, args.gradient_accumulation_steps
+    ranks, micro = args.ranks, args.gradient_accumulation_steps
     usual = {"save_steps": max(1, total_steps // 10), "eval_steps": max(1, total_steps // 5),
              "warmup_steps": min(100, round(0.05 * total_steps))} | own | state.get("args", {})
     for flag in ("save_steps", "eval_steps", "warmup_steps"):
         if getattr(args, flag) is None:
             setattr(args, flag, usual[flag])
     return [metrics.model_text(model, args.use_lora),
-            f"steps      {total_steps} ({steps_per_epoch} an epoch), "
-            f"{plural(ranks * micro_steps, 'pack')} a step = {plural(ranks, 'rank')} x "
-            f"{plural(micro_steps, 'micro-step')}; peak lr {args.learning_rate:.2e}, "
-            f"warm-up {args.warmup_steps}",
+            f"steps      {total_steps} ({per_epoch} an epoch), {plural(ranks * micro, 'pack')} "
+            f"a step = {plural(ranks, 'rank')} x {plural(micro, 'micro-step')}; peak lr "
+            f"{args.learning_rate:.2e}, warm-up {args.warmup_steps}",
             f"intervals  checkpoints every {plural(args.save_steps or total_steps, 'step')}"
             + f"; validation every {plural(args.eval_steps or total_steps, 'step')}" * validates,
             f"start      step {step}, {f'resumed from {resume}' if resume else base}"
@@ -117,16 +111,14 @@ def end(args, world, step, total_steps, stopping, result):
     dist.disarmed.set()
     for thread in threading.enumerate():
         if thread.name == "watchdog":       # in a call to the store it would abort the exit
-            thread.join(GRACE_S)
+            thread.join(dist.GRACE_S)
     folder = Path(args.output_dir)
     if world.is_main and stopping:
-        why, more = result, ""
-        if step is not None:
-            why = stop_asked(folder) or "asked to stop by a signal to another rank"
-            why += f" at step {step}"
-            more = f" of {total_steps}; checkpoint saved; rerun the same command to resume"
-        checkpoint.write_text(folder / MARKER, f"{why}\n")
-        print(f"stopped    {why}{more}")
+        asked = stop_asked(folder) or "asked to stop by a signal to another rank"
+        why = result if step is None else f"{asked} at step {step}"
+        more = f" of {total_steps}; checkpoint saved; rerun the same command to resume"
+        checkpoint.write_text(folder / "requeue", f"{why}\n")     # for the launcher
+        print(f"stopped    {why}{more * (step is not None)}")
     elif world.is_main:
         print(f"done       step {step}; {result}; final checkpoint {folder / f'checkpoint-{step}'}")
         rows = metrics.read_metrics(folder / "metrics.jsonl")

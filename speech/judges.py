@@ -12,7 +12,7 @@ from collections import namedtuple
 
 import numpy as np
 
-from core.cli import UserError, first_line, notice, require, require_package
+from core.cli import UserError, first_line, require, require_package
 from speech.conversations import normalise
 
 RATE = 16000                # Hz, of all models here
@@ -176,8 +176,8 @@ def recognise_transformers(waves, rate, recogniser, language=None, batch_size=8)
         if whisper:
             for wave in batch:
                 if len(wave) > extractor.n_samples:
-                    notice(f"--asr_model hears the first {extractor.chunk_length} s of a clip that "
-                           f"lasts {len(wave) / target:.1f} s")
+                    print(f"notice     --asr_model hears the first {extractor.chunk_length} s of a "
+                          f"clip that lasts {len(wave) / target:.1f} s")
             # an empty clip counts as silence
             batch = [wave[:extractor.n_samples] if len(wave) else np.zeros(1) for wave in batch]
             inputs = extractor(batch, sampling_rate=target, return_tensors="pt",
