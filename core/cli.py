@@ -215,8 +215,8 @@ def parse(parser, check=None, argv=None):
 def read_config(parser, words):
     """Flags of the YAML file that --config names, as words of a command line; [] without --config.
     Values stay as written (on, 5e-5, 007); null gives no flag. UserError."""
-    parts = [part for word in words for part in word.split("=", 1)]
-    file = dict(zip(parts, parts[1:])).get("--config")      # the last one counts
+    texts = [text for word in words for text in word.split("=", 1)]
+    file = dict(zip(texts, texts[1:])).get("--config")      # the last one counts
     if not file:
         return []
     import yaml  # comes with transformers
