@@ -348,8 +348,6 @@ def check_trainer(args, world_size, parser, checks):
     for name, value in vars(args).items():
         if re.match("lora_|use_rslora|use_dora|train_audio", name) and not args.use_lora:
             require(value == parser.get_default(name), f"--{name} needs --use_lora")
-    cpus_of_rank = CPUS // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    args.num_workers = min(args.num_workers, max(2, cpus_of_rank))
     # hsdp:N becomes parallel and shard_size
     require(re.fullmatch(r"ddp|fsdp|hsdp(:[1-9]\d*)?", args.parallel),
             f"--parallel {args.parallel}: there are ddp, fsdp, hsdp, hsdp:N and DeepSpeed's zero3")

@@ -1,6 +1,7 @@
 """Attention inside packed documents, recomputation of layers, and whether torch.compile works."""
 import functools
 import inspect
+import os
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,8 @@ def compiles(kind):
         torch.compile(lambda x: x + 1)(torch.zeros(8, device=kind))
     except Exception as error:      # no compiler, a broken one, or no headers
         why = getattr(error, "inner_exception", error)
-        print(f"notice     torch.compile fails here ({one_line(why, 80)}): it needs g++, Python.h")
+        if os.environ.get("RANK", "0") == "0":
+            print(f"notice     torch.compile fails ({one_line(why, 80)}): it needs g++ and Python.h")
         return False
     return True
 

@@ -35,7 +35,7 @@ setting EPOCHS 4 --num_train_epochs                         # passes over the tr
 setting VALIDATION "$held_out" --validation_split  # share of groups held out
 setting GROUP_SIZE 15 --group_size  # neighbouring lines that are one group, such as translations
 setting LR '' --learning_rate  # peak learning rate; empty, as the next: the trainer's own
-setting WARMUP_STEPS '' --warmup_steps                      # optimizer steps
+setting WARMUP_RATIO '' --warmup_ratio                      # share of the run
 setting LORA 0 -                                            # 1: adapters; 0: full fine-tuning
 setting LOADERS 2 --num_workers                             # threads that load data, a GPU
 setting LOGGING_STEPS 5 --logging_steps                     # optimizer steps between log lines

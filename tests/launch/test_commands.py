@@ -115,7 +115,7 @@ def test_the_flags_of_ms_swift(monkeypatch):
     assert args.named >= {"parallel", "gradient_checkpointing"} and args.auto       # --auto does not change named flags
     assert (args.parallel, args.bf16, args.gradient_checkpointing, args.optim) == ("fsdp", True, "all",
                                                                                    "adamw_torch_fused")
-    assert (args.num_workers, args.preprocess_num_proc) == (16, 32)
+    assert (args.num_workers, args.preprocess_num_proc) == (32, 32)
     assert (args.use_lora, args.lora_target_modules, args.lora_rank, args.lora_alpha) == (True, "all-linear", 16, 64)
     assert (args.report_to, args.logging_steps, args.gradient_accumulation_steps) == (["tensorboard"], 5, 8)
     done = launch("train_tts_h200x8.sh", "--gradient_accumulation_steps", "4", DRY_RUN="1", MIN_GPUS="0",
