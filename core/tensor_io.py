@@ -106,23 +106,19 @@ def files_of(folder, stem):
     return whole or parts
 
 
-def shape_of(slices):
-    """Shape of slices joined along dimension 0."""
-    first, *rest = (piece.get_shape() for piece in slices)
-    return (first[0] + sum(shape[0] for shape in rest), *first[1:]) if rest else tuple(first)
-
-
-def mismatch(wanted, slices):
-    """Describes how slices {name: [slice, ...]} differ from the wanted {name: shape}, or ""."""
-    shapes = {name: shape_of(pieces) for name, pieces in slices.items()}
+def check_names(wanted, slices, where):
+    """UserError, which begins with `where`, if {name: slice} differ from the wanted {name: shape},
+    or are no floats."""
+    shapes = {name: tuple(rows.get_shape()) for name, rows in slices.items()}
     faults = {"missing keys": wanted.keys() - shapes.keys(),
               "unexpected keys": shapes.keys() - wanted.keys(),
               "mismatched keys": [f"{name} {shape} instead of {tuple(wanted[name])}" for name, shape
                                   in shapes.items() if shape != wanted.get(name, shape)],
-              "tensors that are not floats": [name for name, pieces in slices.items()
-                                              if {p.get_dtype() for p in pieces} - FLOATS]}
-    return "; ".join(f"{len(names)} {fault}, first {', '.join(sorted(names)[:20])}"
-                     for fault, names in faults.items() if names)
+              "tensors that are not floats": [name for name, rows in slices.items()
+                                              if rows.get_dtype() not in FLOATS]}
+    found = [f"{len(names)} {fault}, first {', '.join(sorted(names)[:20])}"
+             for fault, names in faults.items() if names]
+    require(not found, f"{where}: {'; '.join(found)}")
 
 
 def is_finite(tensor):
@@ -131,24 +127,18 @@ def is_finite(tensor):
     return not tensor.numel() or all(map(math.isfinite, map(float, torch.aminmax(tensor.detach()))))
 
 
-def read_rows(tensors, parts, where=""):
-    """Fill {name: plain or sharded tensor} from {name: [slices to join along dimension 0]}; dtypes
-    stay. UserError, which begins with `where`, for NaN or infinity."""
+def read_rows(tensors, slices, where=""):
+    """Fill {name: plain or sharded tensor} from {name: slice}; dtypes stay. UserError, which begins
+    with `where`, for NaN or infinity."""
     for name, tensor in tensors.items():
         local, first = local_rows(tensor.detach())
-        for piece in parts[name]:
-            rows = piece.get_shape()[0]
-            start, stop = max(first, 0), min(first + len(local), rows)
-            if start < stop:
-                values = piece[start:stop]
-                require(is_finite(values),
-                        f"{where}{name} holds NaN or infinity: these weights are damaged")
-                local[start - first:stop - first].copy_(values)
-            first -= rows       # as the next slice counts
+        rows = slices[name][first:first + len(local)]
+        require(is_finite(rows), f"{where}{name} holds NaN or infinity: these weights are damaged")
+        local.copy_(rows)
 
 
 def load_base(model, parts, world=None, split=None):
-    """Fill a model, or the base under its adapters, from {name: [slices]}; NF4 layers quantize.
+    """Fill a model, or the base under its adapters, from {name: slice}; NF4 layers quantize.
     split(name, rows, first row): {name in `parts`: rows}. Collective with a world. UserError."""
     layers = {module.weight: module for module in model.modules() if hasattr(module, "nf4")}
     for name, weight in model.named_parameters():
@@ -166,10 +156,10 @@ def load_base(model, parts, world=None, split=None):
 
 def load(world, folder, stem, tensors):
     """Fill {name: tensor}, plain or sharded, from STEM.safetensors. Collective. UserError."""
-    slices = {name: [piece] for name, piece in open_tensors(files_of(folder, stem)).items()}
+    slices = open_tensors(files_of(folder, stem))
     # a 0-d tensor, such as Adam's step, was written as one row
-    problem = mismatch({name: tensor.shape or (1,) for name, tensor in tensors.items()}, slices)
-    require(not problem, f"{folder}: its {stem} tensors do not fit this run: {problem}")
+    check_names({name: tensor.shape or (1,) for name, tensor in tensors.items()}, slices,
+                f"{folder}: its {stem} tensors do not fit this run")
     read_rows(tensors, slices, f"{folder}: ")
     dist.barrier(world)      # a slow disk may take longer than a gradient collective's limit
 
