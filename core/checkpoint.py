@@ -192,14 +192,15 @@ def save(world, args, step, model, optimizer, tensors, save_config, state, split
 
     if world.is_main:
         try:
-            building.mkdir()
+            (building / STATE).mkdir(parents=True)
             save_config(building)
+            torch.save(states, building / STATE / "rng.pt")
+            (building / STATE / "state.json").write_text(json.dumps(state, indent=1))
         except Exception as error:      # tokenizers raise a bare Exception for a full disk
             fail(error)
-        share = {f"{STATE}/rng.pt": lambda path: torch.save(states, path),
-                 f"{STATE}/state.json": partial(Path.write_text, data=json.dumps(state, indent=1)),
-                 # already written: it is renamed to be synced
-                 **{name: partial(os.rename, building / name) for name in os.listdir(building)}}
+        # written, and renamed to be synced
+        share = {str(path.relative_to(building)): partial(os.rename, path)
+                 for path in building.rglob("*") if path.is_file()}
     moments = optim.state_tensors(optimizer, model.named_parameters())
     for stem, named in {f"{STATE}/optimizer": moments, **tensors}.items():
         share |= tensor_io.stage(world, stem, named, split)
@@ -207,7 +208,6 @@ def save(world, args, step, model, optimizer, tensors, save_config, state, split
     def write():
         try:
             for name, write_file in share.items():
-                (building / name).parent.mkdir(exist_ok=True)
                 write_atomically(building / name, write_file)
             report = [(name, file_record(building / name)) for name in share], ""
         except Exception as error:

@@ -35,12 +35,6 @@ def local_rows(tensor):
     return tensor.to_local(), first
 
 
-def fill(tensor, whole):
-    """Copy a whole tensor, the same on every rank, into a plain or sharded tensor."""
-    local, first = local_rows(tensor.detach())
-    local.copy_(whole[first:first + len(local)])
-
-
 def full_tensor(tensor):
     """The whole tensor of a sharded one. Collective among the ranks that hold a shard. Not
     DTensor.full_tensor(): gloo sometimes frees its collective's long name twice (torch 2.13)."""
@@ -58,12 +52,10 @@ def full_tensor(tensor):
 
 def find_folder(name, flag):
     """Folder of a model, a hub name's downloaded. UserError."""
-    if Path(name).is_dir():
-        return Path(name)
     from huggingface_hub import snapshot_download
+    kinds = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
     try:
-        return Path(snapshot_download(name, allow_patterns=[
-            "*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]))
+        return Path(name if Path(name).is_dir() else snapshot_download(name, allow_patterns=kinds))
     except Exception as error:      # a dozen types: no hub name, no network, no permission
         raise UserError(f"{flag} {name}: neither a local folder nor available on the Hub "
                         f"({type(error).__name__}: {first_line(error)})")
@@ -127,14 +119,13 @@ def is_finite(tensor):
     return not tensor.numel() or all(map(math.isfinite, map(float, torch.aminmax(tensor.detach()))))
 
 
-def read_rows(tensors, slices, where=""):
-    """Fill {name: plain or sharded tensor} from {name: slice}; dtypes stay. UserError, which begins
-    with `where`, for NaN or infinity."""
-    for name, tensor in tensors.items():
-        local, first = local_rows(tensor.detach())
-        rows = slices[name][first:first + len(local)]
-        require(is_finite(rows), f"{where}{name} holds NaN or infinity: these weights are damaged")
-        local.copy_(rows)
+def fill(tensor, whole, name):
+    """Copy this rank's rows of a slice of a file, or of a whole tensor, into a plain or sharded
+    tensor, in its dtype. UserError for NaN or infinity."""
+    local, first = local_rows(tensor.detach())
+    rows = whole[first:first + len(local)]
+    require(is_finite(rows), f"{name} holds NaN or infinity: these weights are damaged")
+    local.copy_(rows)
 
 
 def load_base(model, parts, world=None, split=None):
@@ -148,7 +139,9 @@ def load_base(model, parts, world=None, split=None):
         layer, read = layers.get(weight), weight
         if layer:
             read = torch.empty(layer.out_features, layer.in_features, device=weight.device)
-        read_rows({name: read} if name in parts else split(name, *local_rows(read.detach())), parts)
+        views = {name: read} if name in parts else split(name, *local_rows(read.detach()))
+        for part, view in views.items():
+            fill(view, parts[part], part)
         if layer:
             layer.fill(read)
     dist.barrier(world or dist.World())     # a slow disk may take long
@@ -160,7 +153,8 @@ def load(world, folder, stem, tensors):
     # a 0-d tensor, such as Adam's step, was written as one row
     check_names({name: tensor.shape or (1,) for name, tensor in tensors.items()}, slices,
                 f"{folder}: its {stem} tensors do not fit this run")
-    read_rows(tensors, slices, f"{folder}: ")
+    for name, tensor in tensors.items():
+        fill(tensor, slices[name], f"{folder}: {name}")
     dist.barrier(world)      # a slow disk may take longer than a gradient collective's limit
 
 
@@ -198,25 +192,23 @@ def stage(world, stem, named, split=None):
                          f"first {', '.join(bad[:5])}")
         save(share, path)
 
-    held = {rank: names for rank, names in enumerate(dist.all_gather(world, list(share))) if names}
+    held = [names for names in dist.all_gather(world, list(share)) if names]
     form = stem + "-{:05}-of-{:05}.safetensors" if len(held) > 1 else stem + ".safetensors"
-    files = {rank: form.format(number, len(held)) for number, rank in enumerate(held, 1)}
-    writes = {files[world.rank]: write} if share else {}
+    files = {name: form.format(number, len(held))
+             for number, names in enumerate(held, 1) for name in names}
+    writes = {files[name]: write for name in share}     # one file, or none
     if len(held) > 1 and world.is_main:     # the index that transformers reads
         index = {"metadata": {"total_size": sum(tensor.nbytes for tensor in named.values())},
-                 "weight_map": dict(sorted((name, Path(files[rank]).name)
-                                           for rank, names in held.items() for name in names))}
+                 "weight_map": {name: Path(file).name for name, file in files.items()}}
         writes[f"{stem}.safetensors.index.json"] = lambda path: path.write_text(
-            json.dumps(index, indent=1) + "\n")
+            json.dumps(index, indent=1, sort_keys=True) + "\n")
     return writes
 
 
 def save(tensors, path, metadata=None, write=save_file):
-    """Write a safetensors file with the permissions of any new file; safetensors' own are 0600."""
-    open(path, "wb").close()
-    mode = os.stat(path).st_mode        # from umask and folder
+    """Write a safetensors file with the permissions of its folder; safetensors' own are 0600."""
     try:
         write(tensors, path, metadata or {"format": "pt"})
     except SafetensorError as error:    # also of a full disk
         raise OSError(f"{Path(path).name}: {error}")
-    os.chmod(path, mode & 0o777)
+    os.chmod(path, os.stat(Path(path).parent).st_mode & 0o666)
