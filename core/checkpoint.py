@@ -106,9 +106,8 @@ def new_folder(output_dir, flag="--output_dir"):
         shutil.rmtree(building, ignore_errors=True)
 
 
-# ---- Locks. One process at a time owns an output folder, a code cache that is being written, or a
-# journal. It holds an flock on FOLDER/NAME.lock, which the kernel releases when the process ends.
-# The file names the owner and is never deleted.
+# ---- Locks. The owner of a folder holds an flock on FOLDER/NAME.lock, which the kernel releases at
+# the end of the process. The file names the owner and is never deleted.
 
 # a restarted run waits for ranks of the last one that are about to end, a requeued one for a file
 # server, which keeps a lost node's locks for 90 s
@@ -201,7 +200,7 @@ def save(world, args, step, model, optimizer, tensors, save_config, state, split
         # written, and renamed to be synced
         share = {str(path.relative_to(building)): partial(os.rename, path)
                  for path in building.rglob("*") if path.is_file()}
-    moments = optim.state_tensors(optimizer, model.named_parameters())
+    moments = optim.state_tensors(optimizer, model)
     for stem, named in {f"{STATE}/optimizer": moments, **tensors}.items():
         share |= tensor_io.stage(world, stem, named, split)
 
@@ -230,10 +229,9 @@ def save(world, args, step, model, optimizer, tensors, save_config, state, split
 
 def restore(world, path, model, optimizer):
     """Load the optimizer and this rank's random state, if the run had this rank. Collective."""
-    moments = optim.state_tensors(optimizer, model.named_parameters())
-    tensor_io.load(world, Path(path) / STATE, "optimizer", moments)
+    tensor_io.load(world, path / STATE, "optimizer", optim.state_tensors(optimizer, model))
     # weights_only: a checkpoint from somebody else must not run code
-    states = torch.load(Path(path) / STATE / "rng.pt", weights_only=True)
+    states = torch.load(path / STATE / "rng.pt", weights_only=True)
     if world.rank < len(states):
         rng = states[world.rank]
         torch.set_rng_state(rng["torch"])

@@ -59,9 +59,6 @@ def read_object(path, kind=dict, wanted="an object"):
 def read_entries(path):
     """Yield (location, value) of a file of JSONL, a JSON list, one sample, or parquet. UserError.
     location: "line 1" in JSONL, which is read line by line, else "sample 1"."""
-    if Path(path).suffix == ".parquet":
-        yield from ((f"sample {number}", row) for number, row in enumerate(table_rows(path), 1))
-        return
     with open_file(path) as file:
         start = next(filter(None, (line.strip(BLANK) for line in file)), b"")
         if start[:1] == b"{" and start[-1:] == b"}":
@@ -73,12 +70,10 @@ def read_entries(path):
                     except ValueError as error:
                         raise UserError(f"{path} line {number}: {error}")
             return
-    data = read_object(path, (list, dict), "a list of samples")
+    is_table = Path(path).suffix == ".parquet"
+    data = table_rows(path) if is_table else read_object(path, (list, dict), "a list of samples")
     for number, value in enumerate([data] if isinstance(data, dict) else data, 1):
         yield f"sample {number}", value
-
-
-# ---- Tables
 
 
 def drop_nulls(value):
@@ -138,6 +133,5 @@ class Problems:
         """Text with the number of samples that each check drops, or "". UserError with the problems
         that stop the run, if any, and then `hint`."""
         where = f"; see {self.path}" if self.path and self.counts else ""
-        if self.fatal:
-            raise UserError(problem_text(self.fatal) + where + hint)
+        require(not self.fatal, problem_text(self.fatal) + where + hint)
         return ", ".join(f"{n} {check}" for check, n in sorted(self.counts.items())) + where
