@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from core import dist, json_files, optim, tensor_io
-from core.cli import UserError, notice, one_line, require
+from core.cli import UserError, error_names_file, notice, one_line, require
 
 MANIFEST = "manifest.json"
 STATE = "trainer_state"     # a folder that from_pretrained and PEFT do not read
@@ -40,7 +40,7 @@ def fsync(path):
 
 
 def sha256(path):
-    with dist.error_names_file(path), open(path, "rb") as file:
+    with error_names_file(path), open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -48,7 +48,7 @@ def write_atomically(path, write):
     """write(temporary_path), sync, rename onto path: readers see the old file or the new one."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.tmp")
-    with dist.error_names_file(path):
+    with error_names_file(path):
         temporary.unlink(missing_ok=True)       # of a killed process, or a link to another file
         write(temporary)
         # before the rename: else a crash of the machine may leave an empty file of that name; some
@@ -144,7 +144,7 @@ def lock_folder(folder, flag="--output_dir", name="run", wait_s=WAIT_S, give_up=
         if give_up():
             return None
         time.sleep(0.2)
-    with dist.error_names_file(path):
+    with error_names_file(path):
         lock.truncate(0)
         print(f"host {socket.gethostname()}, process {os.getpid()}, started "
               f"{time.strftime('%F %T UTC', time.gmtime())}", file=lock, flush=True)

@@ -86,6 +86,18 @@ def report_error(kind, error, trace):
         print_error(f"rank {os.environ.get('RANK', '0')} failed:\n{''.join(lines)}")
 
 
+@contextlib.contextmanager
+def error_names_file(path):
+    """Context whose OSErrors name `path`: the error of a full disk names no file."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:     # of safetensors and numpy: N requested, M written
+            raise UserError(f"{path} cannot be written ({error})")
+        error.filename = str(path)
+        raise
+
+
 def notice(text):
     if os.environ.get("RANK", "0") == "0":
         print(f"notice     {text}", flush=True)

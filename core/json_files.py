@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from pathlib import Path
 
-from core.cli import UserError, first_line, one_line, problem_text, require
+from core.cli import UserError, error_names_file, first_line, one_line, problem_text, require
 
 BLANK = b"\xef\xbb\xbf \t\r\n"     # white space or a byte order mark around a line
 HALF_CHARACTER = re.compile("[\ud800-\udfff]")      # half of a surrogate pair; json joins pairs
@@ -124,7 +124,6 @@ class Problems:
         if problems and self.path:
             rows = [{"file": p.file, "entry": p.name.removeprefix(one_line(p.file)).strip(" :"),
                      "check": p.check, "problem": p.reason} for p in problems]
-            from core.dist import error_names_file  # which imports torch
             with error_names_file(self.path), open(self.path, "a") as file:
                 file.writelines(json.dumps(row) + "\n" for row in rows)
         return self

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from core import dist
-from core.cli import UserError, first_line, require
+from core.cli import UserError, error_names_file, first_line, require
 
 WINDOW = 256 * 2**20        # bytes that a rank gathers before it copies them to the host
 FLOATS = {"F64", "F32", "F16", "BF16"}      # integers and float8 would need scales
@@ -65,7 +65,7 @@ def fingerprint_files(paths, form="{} {}"):
     """Short hash of files: their names and sizes, formatted by `form`, and both their ends."""
     digest = hashlib.sha256()
     for path in paths:
-        with dist.error_names_file(path), open(path, "rb") as file:
+        with error_names_file(path), open(path, "rb") as file:
             size = file.seek(0, os.SEEK_END)
             digest.update(form.format(path.name, size).encode())
             for start in (0, max(0, size - 2**20)):
