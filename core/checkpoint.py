@@ -90,8 +90,7 @@ def new_folder(output_dir, flag="--output_dir"):
     """Yields a folder to fill, which is renamed to output_dir once all its files are there.
     UserError if output_dir has files, or the disk is full. A kill leaves NAME.unfinished-..."""
     final = Path(os.path.abspath(output_dir))
-    require(not final.exists() or not os.listdir(final),
-            f"{flag} {output_dir}: is there already and not empty; give another name")
+    require(not final.exists() or not os.listdir(final), f"{final}: is there already, not empty")
     # in the same folder, so on the same disk: it can be renamed
     building = final.with_name(f"{final.name}.unfinished-{uuid.uuid4().hex[:8]}")
     try:
@@ -184,8 +183,7 @@ def save(world, args, step, model, optimizer, tensors, save_config, state, split
     building, share = final.with_name(f"{final.name}.tmp-{names[0]}"), {}
 
     def fail(error):
-        if world.is_main:
-            remove_named(final.parent, UNFINISHED)      # frees disk space for the next one
+        shutil.rmtree(building, ignore_errors=True)     # frees disk space for the next one
         raise UserError(f"{final.name} could not be written to {final.parent} ({error}); earlier "
                         "checkpoints are intact")
 

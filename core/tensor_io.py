@@ -15,10 +15,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import distributed as c10d
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from core import dist
-from core.cli import UserError, error_names_file, first_line, require
+from core.cli import UserError, first_line, require
 
 WINDOW = 256 * 2**20        # bytes that a rank gathers before it copies them to the host
 FLOATS = {"F64", "F32", "F16", "BF16"}      # integers and float8 would need scales
@@ -30,9 +29,9 @@ def local_rows(tensor):
     """(this rank's plain tensor, the number of its first row); a 0-d tensor becomes (1,)."""
     if not isinstance(tensor, DTensor):
         return tensor.view(tensor.shape or (1,)), 0
-    _, (first, *_) = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements)
-    return tensor.to_local(), first
+    mesh = tensor.device_mesh       # whose last dimension shards
+    rows = -(-tensor.shape[0] // mesh.size(mesh.ndim - 1))
+    return tensor.to_local(), rows * mesh.get_local_rank(mesh.ndim - 1)
 
 
 def full_tensor(tensor):
@@ -65,12 +64,11 @@ def fingerprint_files(paths, form="{} {}"):
     """Short hash of files: their names and sizes, formatted by `form`, and both their ends."""
     digest = hashlib.sha256()
     for path in paths:
-        with error_names_file(path), open(path, "rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            digest.update(form.format(path.name, size).encode())
-            for start in (0, max(0, size - 2**20)):
-                file.seek(start)
-                digest.update(file.read(2**20))
+        size = path.stat().st_size
+        with open(path, "rb") as file:
+            digest.update(form.format(path.name, size).encode() + file.read(2**20))
+            file.seek(max(0, size - 2**20))
+            digest.update(file.read(2**20))
     return digest.hexdigest()[:16]
 
 
@@ -108,9 +106,8 @@ def check_names(wanted, slices, where):
                                   in shapes.items() if shape != wanted.get(name, shape)],
               "tensors that are not floats": [name for name, rows in slices.items()
                                               if rows.get_dtype() not in FLOATS]}
-    found = [f"{len(names)} {fault}, first {', '.join(sorted(names)[:20])}"
-             for fault, names in faults.items() if names]
-    require(not found, f"{where}: {'; '.join(found)}")
+    for fault, names in faults.items():
+        require(not names, f"{where}: {len(names)} {fault}, first {', '.join(sorted(names)[:20])}")
 
 
 def is_finite(tensor):
