@@ -154,9 +154,9 @@ def usable_samples(table, train, held_out, *, max_length, max_tokens, drop, say=
     limit, flag = min((value, name) for value, name in (
         (max_length, "--max_length"), (max_tokens or np.inf, "--max_tokens_per_batch")))
     numbers = np.union1d(train, held_out)
-    too_long = Problems(("too_long",) if drop else (), output_dir).add(problem_of(
+    too_long = Problems(("too_long",) if drop else (), output_dir).add([problem_of(
         table, i, "too_long", f"{table.lengths[i]} tokens ({table.frames[i] / FRAME_RATE:.1f} s "
-        f"of audio), more than {flag} {limit}") for i in numbers[table.lengths[numbers] > limit])
+        f"of audio), more than {flag} {limit}") for i in numbers[table.lengths[numbers] > limit]])
     if dropped := too_long.settle("\nfix: shorten them, raise the limit, or pass --drop_too_long"):
         say(f"data       dropped: {dropped}")
     train, held_out = (numbers[table.lengths[numbers] <= limit] for numbers in (train, held_out))

@@ -82,8 +82,8 @@ def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**
                   if ".layers." in name and weight.ndim == 2}
     if folds and not tts3:
         dtype = dtype or "float32"
-    # {name: (slices to join, dtype to write, function that adds the adapter's update)}
-    tensors = {name: (parts[name], getattr(torch, dtype) if dtype else parts[name][0][:1].dtype,
+    # {name: (slice, dtype to write, function that adds the adapter's update)}
+    tensors = {name: (parts[name], getattr(torch, dtype) if dtype else parts[name][:1].dtype,
                       folds.get(name)) for name, _ in model.named_parameters()}
     if tts3:
         tensors = version.whole_files(tensors, folder, codec)
@@ -92,8 +92,8 @@ def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**
     if original:        # the inverse of weight_parts; split tensors stay joined
         tensors = {next(old + name.removeprefix(new) for old, new in layout_2025.NAMES
                         if name.startswith(new)): entry for name, entry in tensors.items()}
-    sizes = {name: math.prod(tensor_io.shape_of(slices)) * kind.itemsize
-             for name, (slices, kind, _) in tensors.items()}
+    sizes = {name: math.prod(rows.get_shape()) * kind.itemsize
+             for name, (rows, kind, _) in tensors.items()}
     plan = split_state_dict_into_shards_factory(
         sizes, get_storage_size=int, filename_pattern="model{suffix}.safetensors",
         max_shard_size=shard_bytes)
@@ -101,10 +101,8 @@ def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**
         for file, names in plan.filename_to_tensors.items():
             written = {}
             for name in names:
-                slices, kind, fold = tensors[name]
-                pieces = [piece[:] for piece in slices]
-                tensor = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
-                tensor = fold(tensor.float()) if fold else tensor
+                rows, kind, fold = tensors[name]
+                tensor = fold(rows[:].float()) if fold else rows[:]
                 written[name] = tensor.to(kind).contiguous()
                 # an update may overflow
                 require(tensor_io.is_finite(written[name]), f"{name} holds NaN or infinity, in "

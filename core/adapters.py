@@ -130,7 +130,7 @@ def init_adapters(model, seed):
             whole = torch.zeros(parameter.shape)
             if ".lora_A." in name:
                 torch.nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
-            tensor_io.fill(parameter, whole)
+            tensor_io.fill(parameter, whole, name)
     for module in model.get_base_model().modules():
         for whole in getattr(module, "modules_to_save", {}).values():
             for parameter, base in zip(whole.parameters(), module.original_module.parameters()):

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from core import dist, json_files, optim, tensor_io
-from core.cli import UserError, one_line, require
+from core.cli import UserError, error_names_file, one_line, require
 
 MANIFEST = "manifest.json"
 STATE = "trainer_state"     # a folder that from_pretrained and PEFT do not read
@@ -40,7 +40,7 @@ def fsync(path):
 
 
 def sha256(path):
-    with dist.error_names_file(path), open(path, "rb") as file:
+    with error_names_file(path), open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -48,7 +48,7 @@ def write_atomically(path, write):
     """write(temporary_path), sync, rename onto path: readers see the old file or the new one."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.tmp")
-    with dist.error_names_file(path):
+    with error_names_file(path):
         temporary.unlink(missing_ok=True)       # of a killed process, or a link to another file
         write(temporary)
         # before the rename: else a crash of the machine may leave an empty file of that name; some
@@ -90,8 +90,7 @@ def new_folder(output_dir, flag="--output_dir"):
     """Yields a folder to fill, which is renamed to output_dir once all its files are there.
     UserError if output_dir has files, or the disk is full. A kill leaves NAME.unfinished-..."""
     final = Path(os.path.abspath(output_dir))
-    require(not final.exists() or not os.listdir(final),
-            f"{flag} {output_dir}: is there already and not empty; give another name")
+    require(not final.exists() or not os.listdir(final), f"{final}: is there already, not empty")
     # in the same folder, so on the same disk: it can be renamed
     building = final.with_name(f"{final.name}.unfinished-{uuid.uuid4().hex[:8]}")
     try:
@@ -106,9 +105,8 @@ def new_folder(output_dir, flag="--output_dir"):
         shutil.rmtree(building, ignore_errors=True)
 
 
-# ---- Locks. One process at a time owns an output folder, a code cache that is being written, or a
-# journal. It holds an flock on FOLDER/NAME.lock, which the kernel releases when the process ends.
-# The file names the owner and is never deleted.
+# ---- Locks. The owner of a folder holds an flock on FOLDER/NAME.lock, which the kernel releases at
+# the end of the process. The file names the owner and is never deleted.
 
 # a restarted run waits for ranks of the last one that are about to end, a requeued one for a file
 # server, which keeps a lost node's locks for 90 s
@@ -145,7 +143,7 @@ def lock_folder(folder, flag="--output_dir", name="run", wait_s=WAIT_S, give_up=
         if give_up():
             return None
         time.sleep(0.2)
-    with dist.error_names_file(path):
+    with error_names_file(path):
         lock.truncate(0)
         print(f"host {socket.gethostname()}, process {os.getpid()}, started "
               f"{time.strftime('%F %T UTC', time.gmtime())}", file=lock, flush=True)
@@ -185,29 +183,28 @@ def save(world, args, step, model, optimizer, tensors, save_config, state, split
     building, share = final.with_name(f"{final.name}.tmp-{names[0]}"), {}
 
     def fail(error):
-        if world.is_main:
-            remove_named(final.parent, UNFINISHED)      # frees disk space for the next one
+        shutil.rmtree(building, ignore_errors=True)     # frees disk space for the next one
         raise UserError(f"{final.name} could not be written to {final.parent} ({error}); earlier "
                         "checkpoints are intact")
 
     if world.is_main:
         try:
-            building.mkdir()
+            (building / STATE).mkdir(parents=True)
             save_config(building)
+            torch.save(states, building / STATE / "rng.pt")
+            (building / STATE / "state.json").write_text(json.dumps(state, indent=1))
         except Exception as error:      # tokenizers raise a bare Exception for a full disk
             fail(error)
-        share = {f"{STATE}/rng.pt": lambda path: torch.save(states, path),
-                 f"{STATE}/state.json": partial(Path.write_text, data=json.dumps(state, indent=1)),
-                 # already written: it is renamed to be synced
-                 **{name: partial(os.rename, building / name) for name in os.listdir(building)}}
-    moments = optim.state_tensors(optimizer, model.named_parameters())
+        # written, and renamed to be synced
+        share = {str(path.relative_to(building)): partial(os.rename, path)
+                 for path in building.rglob("*") if path.is_file()}
+    moments = optim.state_tensors(optimizer, model)
     for stem, named in {f"{STATE}/optimizer": moments, **tensors}.items():
         share |= tensor_io.stage(world, stem, named, split)
 
     def write():
         try:
             for name, write_file in share.items():
-                (building / name).parent.mkdir(exist_ok=True)
                 write_atomically(building / name, write_file)
             report = [(name, file_record(building / name)) for name in share], ""
         except Exception as error:
@@ -230,10 +227,9 @@ def save(world, args, step, model, optimizer, tensors, save_config, state, split
 
 def restore(world, path, model, optimizer):
     """Load the optimizer and this rank's random state, if the run had this rank. Collective."""
-    moments = optim.state_tensors(optimizer, model.named_parameters())
-    tensor_io.load(world, Path(path) / STATE, "optimizer", moments)
+    tensor_io.load(world, path / STATE, "optimizer", optim.state_tensors(optimizer, model))
     # weights_only: a checkpoint from somebody else must not run code
-    states = torch.load(Path(path) / STATE / "rng.pt", weights_only=True)
+    states = torch.load(path / STATE / "rng.pt", weights_only=True)
     if world.rank < len(states):
         rng = states[world.rank]
         torch.set_rng_state(rng["torch"])

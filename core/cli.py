@@ -82,6 +82,18 @@ def report_error(kind, error, trace):
         print_error(f"rank {os.environ.get('RANK', '0')} failed:\n{''.join(lines)}")
 
 
+@contextlib.contextmanager
+def error_names_file(path):
+    """Context whose OSErrors name `path`: the error of a full disk names no file."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:     # of safetensors and numpy: N requested, M written
+            raise UserError(f"{path} cannot be written ({error})")
+        error.filename = str(path)
+        raise
+
+
 def first_line(error):
     """The first line of an error's text, or its class where it has none."""
     return (str(error).splitlines() or [type(error).__name__])[0]

@@ -23,7 +23,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from core import cli, kernels
-from core.cli import UserError, plural, require
+from core.cli import plural, require
 
 GRACE_S = 5     # seconds between a rank's error message and the end of the other ranks
 MARGIN_S = 30    # added to the limit of a collective, so that the watchdog names the rank first
@@ -117,18 +117,6 @@ def report_error(kind, error, trace):
         child.kill()
     if dist.is_initialized():
         os._exit(130 if kind is KeyboardInterrupt else 1)
-
-
-@contextlib.contextmanager
-def error_names_file(path):
-    """Context whose OSErrors name `path`: the error of a full disk names no file."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno is None:     # of safetensors and numpy: N requested, M written
-            raise UserError(f"{path} cannot be written ({error})")
-        error.filename = str(path)
-        raise
 
 
 # ---- Collectives. Every rank must call each of them, in the same order.

@@ -4,10 +4,9 @@ import math
 import os
 import re
 from collections import Counter
-from functools import partial
 from pathlib import Path
 
-from core.cli import UserError, first_line, one_line, problem_text, require
+from core.cli import UserError, error_names_file, first_line, one_line, problem_text, require
 
 BLANK = b"\xef\xbb\xbf \t\r\n"     # white space or a byte order mark around a line
 HALF_CHARACTER = re.compile("[\ud800-\udfff]")      # half of a surrogate pair; json joins pairs
@@ -25,12 +24,11 @@ def open_file(path):
 
 def read_text(path):
     """Text of a UTF-8 file without its byte order mark. UserError."""
-    with open_file(path) as file:
-        data = file.read()
     try:
-        return data.decode("utf-8-sig")
+        with open_file(path) as file:
+            return file.read().decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
+        line = error.object.count(b"\n", 0, error.start) + 1
         raise UserError(f"{path}: line {line} {NOT_UTF8}")
 
 
@@ -48,7 +46,7 @@ def loads(text):
         raise ValueError("is nested too deeply")
 
 
-def read_json(path, kind=object, wanted=""):
+def read_object(path, kind=dict, wanted="an object"):
     """Value of a JSON file. UserError, also if it is no `kind`; wanted: that type in words."""
     try:
         value = loads(read_text(path))
@@ -58,15 +56,9 @@ def read_json(path, kind=object, wanted=""):
     return value
 
 
-read_object = partial(read_json, kind=dict, wanted="an object")
-
-
 def read_entries(path):
     """Yield (location, value) of a file of JSONL, a JSON list, one sample, or parquet. UserError.
     location: "line 1" in JSONL, which is read line by line, else "sample 1"."""
-    if Path(path).suffix == ".parquet":
-        yield from ((f"sample {number}", row) for number, row in enumerate(table_rows(path), 1))
-        return
     with open_file(path) as file:
         start = next(filter(None, (line.strip(BLANK) for line in file)), b"")
         if start[:1] == b"{" and start[-1:] == b"}":
@@ -78,12 +70,10 @@ def read_entries(path):
                     except ValueError as error:
                         raise UserError(f"{path} line {number}: {error}")
             return
-    data = read_json(path, (list, dict), "a list of samples")
+    is_table = Path(path).suffix == ".parquet"
+    data = table_rows(path) if is_table else read_object(path, (list, dict), "a list of samples")
     for number, value in enumerate([data] if isinstance(data, dict) else data, 1):
         yield f"sample {number}", value
-
-
-# ---- Tables
 
 
 def drop_nulls(value):
@@ -129,24 +119,18 @@ class Problems:
 
     def add(self, problems):
         """Returns self."""
-        lines = []
-        for p in problems:
-            self.counts[p.check] += 1
-            if p.check not in self.drop:
-                self.fatal.append(p)
-            entry = p.name.removeprefix(one_line(p.file)).strip(" :")
-            row = {"file": p.file, "entry": entry, "check": p.check, "problem": p.reason}
-            lines.append(json.dumps(row) + "\n")
-        if lines and self.path:
-            from core.dist import error_names_file  # which imports torch
+        self.counts.update(p.check for p in problems)
+        self.fatal += [p for p in problems if p.check not in self.drop]
+        if problems and self.path:
+            rows = [{"file": p.file, "entry": p.name.removeprefix(one_line(p.file)).strip(" :"),
+                     "check": p.check, "problem": p.reason} for p in problems]
             with error_names_file(self.path), open(self.path, "a") as file:
-                file.writelines(lines)
+                file.writelines(json.dumps(row) + "\n" for row in rows)
         return self
 
     def settle(self, hint=""):
         """Text with the number of samples that each check drops, or "". UserError with the problems
         that stop the run, if any, and then `hint`."""
         where = f"; see {self.path}" if self.path and self.counts else ""
-        if self.fatal:
-            raise UserError(problem_text(self.fatal) + where + hint)
+        require(not self.fatal, problem_text(self.fatal) + where + hint)
         return ", ".join(f"{n} {check}" for check, n in sorted(self.counts.items())) + where

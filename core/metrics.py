@@ -77,8 +77,7 @@ class MetricsLog:
     def __init__(self, args, resumed_step=0, eval_due=False):
         """args: flags of the trainer. eval_due: resumed_step will be validated again, so its
         earlier validation is dropped."""
-        from core import checkpoint, dist  # which import torch
-        self.error_names_file = dist.error_names_file
+        from core import checkpoint  # which imports torch
         folder, name = Path(args.output_dir), Path(args.output_dir).resolve().name
         self.path = folder / "metrics.jsonl"
         kept = [row for row in read_metrics(self.path) if resumed_step and (
@@ -102,10 +101,10 @@ class MetricsLog:
     def write(self, step, values):
         """Write {name: number} of an optimizer step to all logs; nan and inf are null in JSON."""
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        with self.error_names_file(self.path), open(self.path, "a") as file:
+        with cli.error_names_file(self.path), open(self.path, "a") as file:
             file.write(json.dumps({"step": step, **finite}) + "\n")
         if self.board:
-            with self.error_names_file(self.board.log_dir):
+            with cli.error_names_file(self.board.log_dir):
                 for name, value in values.items():
                     self.board.add_scalar(name, value, step)
                 self.board.flush()

@@ -19,10 +19,10 @@ def build_adamw(named_parameters, lr, weight_decay, beta2):
     return torch.optim.AdamW(groups, lr=lr, betas=(0.9, beta2), eps=1e-8, fused=True)
 
 
-def state_tensors(optimizer, named_parameters):
+def state_tensors(optimizer, model):
     """{"NAME.exp_avg", "NAME.exp_avg_sq", "NAME.step": tensor} of AdamW; zeros before a step."""
     tensors, known = {}, {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for name, parameter in named_parameters:
+    for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             assert id(parameter) in known, f"{name} is not updated: gathered weights were not freed"
             state = optimizer.state[parameter]

@@ -22,7 +22,6 @@ import numpy as np
 import torch
 
 from core import cli
-from core.dist import error_names_file
 
 # --group_by_length: the packs of a step have similar lengths, but steps come in random order. So
 # blocks of sorted packs are shuffled: of the largest of SIZES that gives BLOCKS of them.
@@ -228,7 +227,7 @@ class Column:
         values = np.ascontiguousarray(values, self.empty.dtype)
         self.length += len(values)
         header = np.lib.format.header_data_from_array_1_0(self.empty) | {"shape": (self.length,)}
-        with error_names_file(self.path), open(self.path, "r+b") as file:
+        with cli.error_names_file(self.path), open(self.path, "r+b") as file:
             np.lib.format.write_array_header_1_0(file, header)      # has room for a longer shape
             file.seek(0, os.SEEK_END)
             file.write(values.tobytes())

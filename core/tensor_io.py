@@ -15,7 +15,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import distributed as c10d
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from core import dist
 from core.cli import UserError, first_line, require
@@ -30,15 +29,9 @@ def local_rows(tensor):
     """(this rank's plain tensor, the number of its first row); a 0-d tensor becomes (1,)."""
     if not isinstance(tensor, DTensor):
         return tensor.view(tensor.shape or (1,)), 0
-    _, (first, *_) = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements)
-    return tensor.to_local(), first
-
-
-def fill(tensor, whole):
-    """Copy a whole tensor, the same on every rank, into a plain or sharded tensor."""
-    local, first = local_rows(tensor.detach())
-    local.copy_(whole[first:first + len(local)])
+    mesh = tensor.device_mesh       # whose last dimension shards
+    rows = -(-tensor.shape[0] // mesh.size(mesh.ndim - 1))
+    return tensor.to_local(), rows * mesh.get_local_rank(mesh.ndim - 1)
 
 
 def full_tensor(tensor):
@@ -58,12 +51,10 @@ def full_tensor(tensor):
 
 def find_folder(name, flag):
     """Folder of a model, a hub name's downloaded. UserError."""
-    if Path(name).is_dir():
-        return Path(name)
     from huggingface_hub import snapshot_download
+    kinds = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
     try:
-        return Path(snapshot_download(name, allow_patterns=[
-            "*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]))
+        return Path(name if Path(name).is_dir() else snapshot_download(name, allow_patterns=kinds))
     except Exception as error:      # a dozen types: no hub name, no network, no permission
         raise UserError(f"{flag} {name}: neither a local folder nor available on the Hub "
                         f"({type(error).__name__}: {first_line(error)})")
@@ -73,12 +64,11 @@ def fingerprint_files(paths, form="{} {}"):
     """Short hash of files: their names and sizes, formatted by `form`, and both their ends."""
     digest = hashlib.sha256()
     for path in paths:
-        with dist.error_names_file(path), open(path, "rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            digest.update(form.format(path.name, size).encode())
-            for start in (0, max(0, size - 2**20)):
-                file.seek(start)
-                digest.update(file.read(2**20))
+        size = path.stat().st_size
+        with open(path, "rb") as file:
+            digest.update(form.format(path.name, size).encode() + file.read(2**20))
+            file.seek(max(0, size - 2**20))
+            digest.update(file.read(2**20))
     return digest.hexdigest()[:16]
 
 
@@ -106,23 +96,18 @@ def files_of(folder, stem):
     return whole or parts
 
 
-def shape_of(slices):
-    """Shape of slices joined along dimension 0."""
-    first, *rest = (piece.get_shape() for piece in slices)
-    return (first[0] + sum(shape[0] for shape in rest), *first[1:]) if rest else tuple(first)
-
-
-def mismatch(wanted, slices):
-    """Describes how slices {name: [slice, ...]} differ from the wanted {name: shape}, or ""."""
-    shapes = {name: shape_of(pieces) for name, pieces in slices.items()}
+def check_names(wanted, slices, where):
+    """UserError, which begins with `where`, if {name: slice} differ from the wanted {name: shape},
+    or are no floats."""
+    shapes = {name: tuple(rows.get_shape()) for name, rows in slices.items()}
     faults = {"missing keys": wanted.keys() - shapes.keys(),
               "unexpected keys": shapes.keys() - wanted.keys(),
               "mismatched keys": [f"{name} {shape} instead of {tuple(wanted[name])}" for name, shape
                                   in shapes.items() if shape != wanted.get(name, shape)],
-              "tensors that are not floats": [name for name, pieces in slices.items()
-                                              if {p.get_dtype() for p in pieces} - FLOATS]}
-    return "; ".join(f"{len(names)} {fault}, first {', '.join(sorted(names)[:20])}"
-                     for fault, names in faults.items() if names)
+              "tensors that are not floats": [name for name, rows in slices.items()
+                                              if rows.get_dtype() not in FLOATS]}
+    for fault, names in faults.items():
+        require(not names, f"{where}: {len(names)} {fault}, first {', '.join(sorted(names)[:20])}")
 
 
 def is_finite(tensor):
@@ -131,24 +116,17 @@ def is_finite(tensor):
     return not tensor.numel() or all(map(math.isfinite, map(float, torch.aminmax(tensor.detach()))))
 
 
-def read_rows(tensors, parts, where=""):
-    """Fill {name: plain or sharded tensor} from {name: [slices to join along dimension 0]}; dtypes
-    stay. UserError, which begins with `where`, for NaN or infinity."""
-    for name, tensor in tensors.items():
-        local, first = local_rows(tensor.detach())
-        for piece in parts[name]:
-            rows = piece.get_shape()[0]
-            start, stop = max(first, 0), min(first + len(local), rows)
-            if start < stop:
-                values = piece[start:stop]
-                require(is_finite(values),
-                        f"{where}{name} holds NaN or infinity: these weights are damaged")
-                local[start - first:stop - first].copy_(values)
-            first -= rows       # as the next slice counts
+def fill(tensor, whole, name):
+    """Copy this rank's rows of a slice of a file, or of a whole tensor, into a plain or sharded
+    tensor, in its dtype. UserError for NaN or infinity."""
+    local, first = local_rows(tensor.detach())
+    rows = whole[first:first + len(local)]
+    require(is_finite(rows), f"{name} holds NaN or infinity: these weights are damaged")
+    local.copy_(rows)
 
 
 def load_base(model, parts, world=None, split=None):
-    """Fill a model, or the base under its adapters, from {name: [slices]}; NF4 layers quantize.
+    """Fill a model, or the base under its adapters, from {name: slice}; NF4 layers quantize.
     split(name, rows, first row): {name in `parts`: rows}. Collective with a world. UserError."""
     layers = {module.weight: module for module in model.modules() if hasattr(module, "nf4")}
     for name, weight in model.named_parameters():
@@ -158,7 +136,9 @@ def load_base(model, parts, world=None, split=None):
         layer, read = layers.get(weight), weight
         if layer:
             read = torch.empty(layer.out_features, layer.in_features, device=weight.device)
-        read_rows({name: read} if name in parts else split(name, *local_rows(read.detach())), parts)
+        views = {name: read} if name in parts else split(name, *local_rows(read.detach()))
+        for part, view in views.items():
+            fill(view, parts[part], part)
         if layer:
             layer.fill(read)
     dist.barrier(world or dist.World())     # a slow disk may take long
@@ -166,11 +146,12 @@ def load_base(model, parts, world=None, split=None):
 
 def load(world, folder, stem, tensors):
     """Fill {name: tensor}, plain or sharded, from STEM.safetensors. Collective. UserError."""
-    slices = {name: [piece] for name, piece in open_tensors(files_of(folder, stem)).items()}
+    slices = open_tensors(files_of(folder, stem))
     # a 0-d tensor, such as Adam's step, was written as one row
-    problem = mismatch({name: tensor.shape or (1,) for name, tensor in tensors.items()}, slices)
-    require(not problem, f"{folder}: its {stem} tensors do not fit this run: {problem}")
-    read_rows(tensors, slices, f"{folder}: ")
+    check_names({name: tensor.shape or (1,) for name, tensor in tensors.items()}, slices,
+                f"{folder}: its {stem} tensors do not fit this run")
+    for name, tensor in tensors.items():
+        fill(tensor, slices[name], f"{folder}: {name}")
     dist.barrier(world)      # a slow disk may take longer than a gradient collective's limit
 
 
@@ -208,25 +189,23 @@ def stage(world, stem, named, split=None):
                          f"first {', '.join(bad[:5])}")
         save(share, path)
 
-    held = {rank: names for rank, names in enumerate(dist.all_gather(world, list(share))) if names}
+    held = [names for names in dist.all_gather(world, list(share)) if names]
     form = stem + "-{:05}-of-{:05}.safetensors" if len(held) > 1 else stem + ".safetensors"
-    files = {rank: form.format(number, len(held)) for number, rank in enumerate(held, 1)}
-    writes = {files[world.rank]: write} if share else {}
+    files = {name: form.format(number, len(held))
+             for number, names in enumerate(held, 1) for name in names}
+    writes = {files[name]: write for name in share}     # one file, or none
     if len(held) > 1 and world.is_main:     # the index that transformers reads
         index = {"metadata": {"total_size": sum(tensor.nbytes for tensor in named.values())},
-                 "weight_map": dict(sorted((name, Path(files[rank]).name)
-                                           for rank, names in held.items() for name in names))}
+                 "weight_map": {name: Path(file).name for name, file in files.items()}}
         writes[f"{stem}.safetensors.index.json"] = lambda path: path.write_text(
-            json.dumps(index, indent=1) + "\n")
+            json.dumps(index, indent=1, sort_keys=True) + "\n")
     return writes
 
 
 def save(tensors, path, metadata=None, write=save_file):
-    """Write a safetensors file with the permissions of any new file; safetensors' own are 0600."""
-    open(path, "wb").close()
-    mode = os.stat(path).st_mode        # from umask and folder
+    """Write a safetensors file with the permissions of its folder; safetensors' own are 0600."""
     try:
         write(tensors, path, metadata or {"format": "pt"})
     except SafetensorError as error:    # also of a full disk
         raise OSError(f"{Path(path).name}: {error}")
-    os.chmod(path, mode & 0o777)
+    os.chmod(path, os.stat(Path(path).parent).st_mode & 0o666)

@@ -250,12 +250,12 @@ def fill(model, tensors, seed, resumed):
     lora = model.config.lora
     if lora or not resumed:
         for name, parameter in base_weights(model).items():
-            tensor_io.fill(parameter, tensors[name])
+            tensor_io.fill(parameter, tensors[name], name)
     if lora and not resumed:
         from core import adapters
         adapters.init_adapters(model.adapted[0], seed)
         row = tensors["model.embed_tokens.weight"][model.config.mask_id]
-        tensor_io.fill(model.mask_row, row)
+        tensor_io.fill(model.mask_row, row, "mask_row")
 
 
 def fit_vocabulary(tensors, count, markers, tokens, size, seed):

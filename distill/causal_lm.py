@@ -125,7 +125,7 @@ def decoder_layers(model):
 
 
 def weight_parts(folder, model):
-    """{name: [slice handle]} of a folder's weights; tied weights appear once. UserError."""
+    """{name: slice} of a folder's weights; tied weights appear once. UserError."""
     tensors = tensor_io.open_tensors(tensor_io.files_of(folder, "model"))
     known, parts = {}, {}
     names = {name: known.setdefault(id(parameter), name)    # each to the first of its parameter
@@ -136,7 +136,7 @@ def weight_parts(folder, model):
                 f"{folder}: its files hold other values for {name} than for {first}, and its "
                 "config.json ties the two: set tie_word_embeddings to false there")
         if not name.endswith(IGNORED):
-            parts[first] = [tensor]
+            parts[first] = tensor
     return parts
 
 
@@ -156,8 +156,7 @@ def check_weights(model, parts, folder):
     for name, parameter in model.named_parameters():
         views = {name: parameter} if name in parts else split_experts(name, parameter.detach())
         wanted |= {stored: tensor.shape for stored, tensor in views.items()}
-    problem = tensor_io.mismatch(wanted, parts)
-    require(not problem, f"{folder}: {problem}: not the weights of {type(model).__name__}")
+    tensor_io.check_names(wanted, parts, f"{folder}: not the weights of {type(model).__name__}")
 
 
 # ---- Ends of answers

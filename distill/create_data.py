@@ -112,7 +112,7 @@ import signal
 import time
 from collections import Counter
 
-from core import chat, checkpoint, dist, json_files
+from core import chat, checkpoint, json_files
 from distill.chat_data import IDS_PER_FILE
 
 # ---- Requests
@@ -203,7 +203,7 @@ def label_lines(args, answers, draw, parser, asked, todo, journal, header, answe
         count.update({"lines": 1, "labelled": record["label"] is not None})
         # the first record brings the header: before it, nothing depends on these settings
         rows = [record] if Path(journal.name).stat().st_size else [{"header": header}, record]
-        with dist.error_names_file(journal.name):
+        with cli.error_names_file(journal.name):
             journal.write("".join(f"{chat.to_json(row)}\n" for row in rows).encode())
             journal.flush()
 

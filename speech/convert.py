@@ -521,7 +521,7 @@ def open_files(files, columns):
     require(len(files) == 1, f"{path}: is one of {len(files)} lists; give one")
     if path.suffix not in (".json", ".jsonl"):
         return open_table(path, columns)
-    whole = json_files.read_json(path) if path.suffix == ".json" else None
+    whole = json_files.read_object(path, object) if path.suffix == ".json" else None
     if isinstance(whole, dict) and isinstance(whole.get("samples"), list):      # metadata.json
         numbered = ((f"sample {number}", row) for number, row in enumerate(whole["samples"], 1))
     else:

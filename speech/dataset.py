@@ -28,8 +28,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from core import checkpoint, json_files
-from core.cli import UserError, plural, one_line, require
-from core.dist import error_names_file, rank0
+from core.cli import UserError, error_names_file, one_line, plural, require
+from core.dist import rank0
 from core.packing import Column, map_chunks, token_lists
 from speech.conversations import (CHATML, SHORTENED, BadSample, Clip, Paths, Reading, Sample,
                                   canonical_sample, is_chatml, sample_name, sample_text,

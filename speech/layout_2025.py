@@ -8,9 +8,10 @@ import re
 import shutil
 from pathlib import Path
 
+import torch
 from transformers import GenerationConfig
 
-from core import checkpoint, json_files
+from core import checkpoint, json_files, tensor_io
 from core.cli import require
 
 # weight names: (2025 layout, native)
@@ -62,16 +63,38 @@ def native_settings(config):
             "codebook_size": config.get("audio_codebook_size", 1024) + 2}
 
 
+class Joined:
+    """Slices of safetensors files as one slice: joined along dimension 0."""
+
+    def __init__(self, pieces):
+        self.pieces = pieces
+
+    def get_shape(self):
+        return [sum(piece.get_shape()[0] for piece in self.pieces), *self.pieces[0].get_shape()[1:]]
+
+    def get_dtype(self):
+        kinds = {piece.get_dtype() for piece in self.pieces}
+        return min(kinds - tensor_io.FLOATS or kinds)
+
+    def __getitem__(self, rows):
+        start, stop, _ = rows.indices(self.get_shape()[0])
+        found = []
+        for piece in self.pieces:
+            found.append(piece[max(0, start):max(0, stop)])
+            start, stop = (row - piece.get_shape()[0] for row in (start, stop))
+        return torch.cat(found)
+
+
 def native_parts(slices):
-    """{native name: [slice, ...]} of {2025 name: slice}. Some tensors are split in two; those of a
-    name are joined along dimension 0. Follows transformers' convert_higgs_audio_v2_to_hf.py."""
+    """{native name: slice} of {2025 name: slice}. Some tensors are split in two; those of a name
+    are joined along dimension 0. Follows transformers' convert_higgs_audio_v2_to_hf.py."""
     parts = {}
     for original in sorted(slices):     # "..._frozen" is sorted before "..._trainable"
         if not any(dropped in original for dropped in DROPPED):
             name = SPLIT.sub(r"\1", original)
             old, new = next((pair for pair in NAMES if name.startswith(pair[0])), ("", ""))
             parts.setdefault(new + name.removeprefix(old), []).append(slices[original])
-    return parts
+    return {name: Joined(pieces) for name, pieces in parts.items()}
 
 
 def generation_config(config):

@@ -22,8 +22,8 @@ from transformers import GenerationConfig, StoppingCriteriaList
 
 from core import adapters, dist, tensor_io
 from core.checkpoint import write_atomically, write_json
-from core.cli import (UserError, plural, problem_text, require, require_package,
-                      stop_requested)
+from core.cli import (UserError, error_names_file, plural, problem_text, require,
+                      require_package, stop_requested)
 from core.json_files import read_object, read_text
 from speech import judges, weights
 from speech.codes import SAMPLE_RATE, SAVED, decode_clips, encode_clip, load_codec
@@ -480,7 +480,7 @@ def open_stream(path):
 
     def write(wave):
         nonlocal done
-        with dist.error_names_file(path):
+        with error_names_file(path):
             if not raw and file.seekable():
                 file.seek(0)
                 file.write(sound_bytes(wave, "WAV"))

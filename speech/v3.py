@@ -290,14 +290,14 @@ def reset_buffers(model, device):
 
 
 def weight_parts(folder, config_dict=None):
-    """{name in Higgs3: [slice]} of a folder's model weights, without the codec's. UserError where
+    """{name in Higgs3: slice} of a folder's model weights, without the codec's. UserError where
     the two copies of a table differ: servers would run another model than the trained one."""
     slices = tensor_io.open_tensors(tensor_io.files_of(folder, "model"))
     for head, table in HEADS.items():
         if head in slices and table in slices:
             require(torch.equal(slices[head][:], slices[table][:]),
                     f"{folder}: {head} and {table} differ: a trainer has untied them")
-    return {NAMES.get(name, name): [tensor] for name, tensor in slices.items()
+    return {NAMES.get(name, name): tensor for name, tensor in slices.items()
             if name not in HEADS and not name.startswith(CODEC)}
 
 
@@ -308,12 +308,12 @@ def published_names(values):
 
 
 def whole_files(tensors, folder, codec=None):
-    """{name in the files: (slices, dtype, fold)} of a folder for servers. tensors has the names of
+    """{name in the files: (slice, dtype, fold)} of a folder for servers. tensors has the names of
     Higgs3; added are both heads, and the codec from `codec` (a native folder) or from `folder`."""
     tensors = published_names(tensors)
     for head, table in HEADS.items():
-        slices, dtype, fold = tensors[table]
-        tensors[head] = (slices, dtype, fold or torch.clone)    # a copy, as both are written
+        rows, dtype, fold = tensors[table]
+        tensors[head] = (rows, dtype, fold or torch.clone)    # a copy, as both are written
     source, prefix = folder, CODEC
     if codec:
         source, prefix = weights.find_model(codec, weights.CODEC_FLAG)[0], ""
@@ -323,7 +323,7 @@ def whole_files(tensors, folder, codec=None):
     for name, tensor in stored.items():
         if name.startswith(prefix):
             dtype = tensor[:1].dtype if tensor.get_shape() else tensor[...].dtype
-            tensors[CODEC + name.removeprefix(prefix)] = [tensor], dtype, None
+            tensors[CODEC + name.removeprefix(prefix)] = tensor, dtype, None
     return tensors
 
 

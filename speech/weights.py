@@ -105,19 +105,17 @@ def empty_model(config_dict, dtype):
 
 
 def weight_parts(folder, config):
-    """{native name: [slices to join]} of a folder in the native or 2025 layout. config:
-    config.json."""
+    """{native name: slice} of a folder in the native or 2025 layout. config: config.json."""
     slices = tensor_io.open_tensors(tensor_io.files_of(folder, "model"))
     if config["model_type"] == "higgs_audio_v2":
-        return {name: [tensor] for name, tensor in slices.items()}
+        return slices
     from speech import layout_2025
     return layout_2025.native_parts(slices)
 
 
 def check_weights(model, parts, folder):
     """Raise UserError unless the files hold exactly the weights of a model without adapters."""
-    problem = tensor_io.mismatch({n: p.shape for n, p in model.named_parameters()}, parts)
-    require(not problem, f"{folder}: {problem}")
+    tensor_io.check_names({n: p.shape for n, p in model.named_parameters()}, parts, folder)
 
 
 def add_lora(model, rank, alpha, dropout, targets, base_name, table=False, **kinds):
