@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 
@@ -27,19 +27,28 @@ from core.cli import UserError, plural, require
 
 GRACE_S = 5     # seconds between a rank's error message and the end of the other ranks
 MARGIN_S = 30    # added to the limit of a collective, so that the watchdog names the rank first
+FAILED = "ranks that have failed"       # key of a counter in the store of a run
+# Words of errors that only mean that another rank has ended
+COLLECTIVE_ERRORS = ("gloo", "NCCL", "ProcessGroup", "onnection closed", "onnection reset",
+                     "Broken pipe", "TCPStore")
 
-_world = None   # this process's World, for report_error
+_store = None   # that of this process's run, for report_error
 disarmed = threading.Event()    # set at the end of a run: from then on no rank waits for another
+
+
+def default_device():
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @dataclass
 class World:
-    """Rank, device, groups of this process. store and gloo groups are None in a single process."""
+    """Rank, device, groups of this process, by default of one that joins no other process. store
+    and gloo groups are None in a single process."""
     rank: int = 0           # rank 0 decides, logs and saves
     local_rank: int = 0     # only picks the GPU
     size: int = 1
     local_size: int = 1
-    device: object = "cpu"          # torch.device
+    device: torch.device = field(default_factory=default_device)
     store: object = None            # key-value store of the run, used outside of collectives
     slow_group: object = None       # gloo on the CPU, with a long time limit
     save_group: object = None       # the same, for the thread that writes checkpoints
@@ -54,11 +63,11 @@ def init(timeout_s=600, wait_timeout_s=6 * 3600, fsdp=False, cpu_offload=False):
     """Join the process group that torchrun describes -> World. timeout_s, wait_timeout_s: limits of
     the groups. fsdp: a single process also gets a process group. cpu_offload: collectives also
     take CPU tensors. UserError if ranks outnumber GPUs."""
-    global _world
-    world = _world = single_process()
-    world.rank, world.size, world.local_rank, world.local_size = (
-        int(os.environ.get(name, default)) for name, default in (
-            ("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)))
+    global _store
+    sys.excepthook = report_error
+    world = World(*(int(os.environ.get(name, default)) for name, default in (
+        ("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_WORLD_SIZE", 1))))
+    world.limit = timedelta(seconds=timeout_s + MARGIN_S)
     cuda = world.device.type == "cuda"
     if cuda:
         gpus = torch.cuda.device_count()
@@ -66,14 +75,13 @@ def init(timeout_s=600, wait_timeout_s=6 * 3600, fsdp=False, cpu_offload=False):
                 f"{plural(gpus, 'GPU')}: start torchrun with --nproc_per_node={gpus}")
         world.device = torch.device("cuda", world.local_rank)
         torch.cuda.set_device(world.device)
-    world.limit = timedelta(seconds=timeout_s + MARGIN_S)
     if world.size > 1:
-        store, _, _ = next(rendezvous("env://", world.rank, world.size, timeout=world.limit))
+        store, *_ = next(rendezvous("env://", timeout=world.limit))
         # after a restart torchrun's store still has the keys of the ranks that have died; only on
         # one node is torchrun's count of restarts the same for all ranks
         start = (os.environ.get("TORCHELASTIC_RESTART_COUNT") if world.local_size == world.size
                  else store.add(f"starts/{world.rank}", 1))
-        world.store = dist.PrefixStore(str(start), store)
+        world.store = _store = dist.PrefixStore(str(start), store)
     if world.size > 1 or fsdp:
         backend = "cpu:gloo,cuda:nccl" if cuda and cpu_offload else "nccl" if cuda else "gloo"
         dist.init_process_group(backend, store=world.store or dist.HashStore(), rank=world.rank,
@@ -88,12 +96,6 @@ def init(timeout_s=600, wait_timeout_s=6 * 3600, fsdp=False, cpu_offload=False):
     return world
 
 
-def single_process():
-    """World of a script that joins no other process, such as a dry run. Sets report_error."""
-    sys.excepthook = report_error
-    return World(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-
-
 def finish():
     """Leave the process group; the last call of a script."""
     if dist.is_initialized():
@@ -101,22 +103,35 @@ def finish():
         dist.destroy_process_group()
 
 
-# ---- Failing
+# ---- Failing. The first rank that raises records this in the run's store and prints the error;
+# torchrun then asks the other ranks of its node to stop, and the watchdog ends those that wait.
 
 
 def report_error(kind, error, trace):
     """sys.excepthook: print the error, unless another rank has done so. With a process group it
     ends by os._exit, since a clean exit could wait for lost peers."""
-    alone = not (_world and _world.store)
-    if not alone:
-        from core import watchdog
-    if alone or watchdog.is_cause(error, _world.store):
+    if not _store or is_cause(error, _store):
         cli.report_error(kind, error, trace)
     sys.stdout.flush()
     for child in multiprocessing.active_children():     # else the exit waits for its work
         child.kill()
     if dist.is_initialized():
         os._exit(130 if kind is KeyboardInterrupt else 1)
+
+
+def is_cause(error, store):
+    """False if this rank's error follows from another rank's, which has been printed."""
+    lost_peer = isinstance(error, dist.DistError) or not isinstance(error, cli.UserError) and any(
+        word in str(error) for word in COLLECTIVE_ERRORS)
+    end = time.monotonic() + 2 * GRACE_S
+    while lost_peer and time.monotonic() < end:     # that rank's message is better
+        if cli.stop_requested():       # by torchrun, which names a rank that was killed
+            os._exit(1)
+        time.sleep(0.1)
+    try:
+        return store.add(FAILED, 1) == 1
+    except Exception:       # the process that hosts the store has printed its error and ended
+        return False
 
 
 @contextlib.contextmanager
@@ -154,8 +169,7 @@ def all_gather(world, value, group=None):
 
 def barrier(world):
     """Wait for all ranks on the slow group."""
-    if world.slow_group is not None:
-        dist.barrier(group=world.slow_group)
+    all_gather(world, None)
 
 
 def all_reduce(world, tensor):
@@ -177,10 +191,9 @@ def set_compute(world, args):
     """Apply --tf32, and make --compile True or False on all ranks. auto: on GPUs. Collective."""
     if args.tf32:
         torch.set_float32_matmul_precision("high")
-    if args.compile == "auto" and world.device.type != "cuda":
-        args.compile = False
-    if args.compile:
-        args.compile = all(all_gather(world, kernels.compiles(world.device.type)))
+    kind = world.device.type
+    wanted = args.compile is True or args.compile == "auto" and kind == "cuda"
+    args.compile = all(all_gather(world, wanted and kernels.compiles(kind)))
 
 
 def compile_layers(layers, **options):
@@ -193,8 +206,7 @@ def compile_layers(layers, **options):
     torch._dynamo.config.optimize_ddp = False
     # torch's cache key has no vector width: code for 16 floats at a time leaves half of its
     # results unwritten on a machine with 8 that shares the cache (torch 2.13)
-    tag = os.environ.get("TORCH_COMPILE_CACHE_KEY_TAG", "")
-    torch.compiler.config.cache_key_tag = f"{tag} {torch.backends.cpu.get_cpu_capability()}".strip()
+    torch.compiler.config.cache_key_tag = torch.backends.cpu.get_cpu_capability()
     for layer in layers:
         layer.compile(**options)
 
@@ -221,9 +233,7 @@ def shard(model, layers, world, bf16=False, reshard_after_forward=True, cpu_offl
 
 def reshard(model):
     """Free gathered weights, as after a validation: named_parameters() are shards again."""
-    for unit in model.modules():
-        if isinstance(unit, FSDPModule):
-            unit.reshard()
+    model.apply(lambda unit: unit.reshard() if isinstance(unit, FSDPModule) else None)
 
 
 @contextlib.contextmanager
@@ -247,8 +257,7 @@ def wrap_ddp(model, world):
     static_graph is off: it fails if the first backward runs under no_sync, as accumulation does."""
     if world.size == 1:
         return model
-    device_ids = [world.device.index] if world.device.type == "cuda" else None
-    ddp = DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
     ddp.broadcast_buffers = False       # set here, as the name of the argument has changed
     return ddp
 
