@@ -1,8 +1,7 @@
 """Ranks, device, collectives, DDP and FSDP2 wrapping.
 
-One process without torchrun is rank 0 of 1. The default group (NCCL on GPUs) is for gradients. A
-gloo group with a long time limit is for waits that may take hours (encoding audio, slow disks),
-where NCCL's watchdog would fire, another for the thread that writes checkpoints.
+One process without torchrun is rank 0 of 1. The default group (NCCL on GPUs) is for gradients;
+waits may take hours (encoding audio, slow disks), and NCCL's watchdog would fire.
 """
 import contextlib
 import multiprocessing
@@ -17,8 +16,6 @@ from functools import partial
 import torch
 from torch import distributed as dist
 from torch.distributed import fsdp as fsdp2
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
@@ -36,10 +33,6 @@ _store = None   # that of this process's run, for report_error
 disarmed = threading.Event()    # set at the end of a run: from then on no rank waits for another
 
 
-def default_device():
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
 @dataclass
 class World:
     """Rank, device, groups of this process, by default of one that joins no other process. store
@@ -48,7 +41,8 @@ class World:
     local_rank: int = 0     # only picks the GPU
     size: int = 1
     local_size: int = 1
-    device: torch.device = field(default_factory=default_device)
+    device: torch.device = field(default_factory=lambda: torch.device(
+        "cuda" if torch.cuda.is_available() else "cpu"))
     store: object = None            # key-value store of the run, used outside of collectives
     slow_group: object = None       # gloo on the CPU, with a long time limit
     save_group: object = None       # the same, for the thread that writes checkpoints
@@ -123,8 +117,7 @@ def is_cause(error, store):
     """False if this rank's error follows from another rank's, which has been printed."""
     lost_peer = isinstance(error, dist.DistError) or not isinstance(error, cli.UserError) and any(
         word in str(error) for word in COLLECTIVE_ERRORS)
-    end = time.monotonic() + 2 * GRACE_S
-    while lost_peer and time.monotonic() < end:     # that rank's message is better
+    for _ in range(20 * GRACE_S * lost_peer):       # for 2 * GRACE_S: the other message is better
         if cli.stop_requested():       # by torchrun, which names a rank that was killed
             os._exit(1)
         time.sleep(0.1)
@@ -136,14 +129,11 @@ def is_cause(error, store):
 
 @contextlib.contextmanager
 def error_names_file(path):
-    """Context whose OSErrors name `path`: the error of a full disk names no file."""
+    """Context whose OSErrors become UserErrors about `path`: that of a full disk names no file."""
     try:
         yield
-    except OSError as error:
-        if error.errno is None:     # of safetensors and numpy: N requested, M written
-            raise UserError(f"{path} cannot be written ({error})")
-        error.filename = str(path)
-        raise
+    except OSError as error:        # safetensors' and numpy's have a text only
+        raise UserError(f"{path} cannot be read or written ({error.strerror or error})")
 
 
 # ---- Collectives. Every rank must call each of them, in the same order.
@@ -159,17 +149,12 @@ def rank0(world, function, *args):
 
 
 def all_gather(world, value, group=None):
-    """The (picklable) values of all ranks as a list in rank order, on every rank. group: one of
-    gloo, by default the slow one."""
+    """The (picklable) values of all ranks as a list in rank order, on every rank, which waits for
+    all of them. group: one of gloo, by default the slow one."""
     values = [value] * world.size
     if world.size > 1:
         dist.all_gather_object(values, value, group=group or world.slow_group)
     return values
-
-
-def barrier(world):
-    """Wait for all ranks on the slow group."""
-    all_gather(world, None)
 
 
 def all_reduce(world, tensor):
@@ -191,9 +176,8 @@ def set_compute(world, args):
     """Apply --tf32, and make --compile True or False on all ranks. auto: on GPUs. Collective."""
     if args.tf32:
         torch.set_float32_matmul_precision("high")
-    kind = world.device.type
-    wanted = args.compile is True or args.compile == "auto" and kind == "cuda"
-    args.compile = all(all_gather(world, wanted and kernels.compiles(kind)))
+    wanted = args.compile is True or args.compile == "auto" and world.device.type == "cuda"
+    args.compile = all(all_gather(world, wanted and kernels.compiles(world.device.type)))
 
 
 def compile_layers(layers, **options):
@@ -217,8 +201,8 @@ def shard(model, layers, world, bf16=False, reshard_after_forward=True, cpu_offl
     it before weights are loaded and the optimizer is built. bf16: compute dtype; weights keep
     theirs. shard_size: under HSDP, the number of neighbouring ranks that share a copy."""
     shape = (world.size // shard_size, shard_size) if shard_size else (world.size,)
-    mesh = init_device_mesh(world.device.type, shape,
-                            mesh_dim_names=("replicate", "shard")[-len(shape):])
+    mesh = dist.init_device_mesh(world.device.type, shape,
+                                 mesh_dim_names=("replicate", "shard")[-len(shape):])
     for group in mesh.get_all_groups():     # new groups ignore the limit of the default group
         dist.distributed_c10d._set_pg_timeout(world.limit, group)
     offload = fsdp2.CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
@@ -233,7 +217,7 @@ def shard(model, layers, world, bf16=False, reshard_after_forward=True, cpu_offl
 
 def reshard(model):
     """Free gathered weights, as after a validation: named_parameters() are shards again."""
-    model.apply(lambda unit: unit.reshard() if isinstance(unit, FSDPModule) else None)
+    model.apply(lambda unit: unit.reshard() if isinstance(unit, fsdp2.FSDPModule) else None)
 
 
 @contextlib.contextmanager
@@ -244,7 +228,7 @@ def gather_weights(module):
     with contextlib.ExitStack() as undo:
         undo.callback(reshard, module)
         for unit in module.modules():
-            if isinstance(unit, FSDPModule):
+            if isinstance(unit, fsdp2.FSDPModule):
                 unit.unshard()
                 for table in (unit._forward_pre_hooks, unit._forward_hooks):
                     undo.callback(table.update, dict(table))
@@ -264,7 +248,7 @@ def wrap_ddp(model, world):
 
 def gradient_sync(model, enabled):
     """Context for a micro-step: gradients are reduced over the ranks only if enabled."""
-    if isinstance(model, FSDPModule):
+    if isinstance(model, fsdp2.FSDPModule):
         model.set_requires_gradient_sync(enabled)
     elif isinstance(model, DistributedDataParallel) and not enabled:
         return model.no_sync()

@@ -11,12 +11,10 @@ import itertools
 import os
 import signal
 from collections import deque
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
 from operator import itemgetter
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -37,19 +35,17 @@ def best_fit(lengths, order, budget):
         window = order[start:start + 4096]
         # longest first, so that short samples fill the gaps
         window = window[np.argsort(-lengths[window], kind="stable")]
-        bins, free = [], []     # free: (remaining tokens, number of the pack), ascending by tokens
+        bins, free = [], []     # free: (remaining tokens, pack), ascending by tokens
         for i, n in zip(window.tolist(), lengths[window].tolist()):
             if n > budget:
                 raise ValueError(f"sample {i} has {n} tokens, more than the {budget} of a pack")
             # the fullest pack that still has room, or a new one
             position = bisect.bisect_left(free, n, key=itemgetter(0))
-            if position < len(free):
-                room, b = free.pop(position)
-                bins[b].append(i)
-            else:
-                room, b = budget, len(bins)
-                bins.append([i])
-            bisect.insort_left(free, (room - n, b), key=itemgetter(0))
+            room, pack = free.pop(position) if position < len(free) else (budget, [])
+            if not pack:
+                bins.append(pack)
+            pack.append(i)
+            bisect.insort_left(free, (room - n, pack), key=itemgetter(0))
         yield from bins
 
 
@@ -179,7 +175,7 @@ def run_ahead(function, items, workers, fork=False):
                 yield results.popleft().result()
         while results:
             yield results.popleft().result()
-    except BrokenProcessPool:
+    except BrokenExecutor:
         raise cli.UserError("a process that prepares data was killed; if memory was short, give a "
                             "smaller --preprocess_num_proc")
     finally:
@@ -207,7 +203,7 @@ class Column:
     numbers so far, memory-mapped."""
 
     def __init__(self, path, dtype):
-        self.path, self.array = Path(path), np.empty(0, dtype)
+        self.path, self.array = path, np.empty(0, dtype)
         np.save(path, self.array)
 
     def append(self, values):

@@ -161,7 +161,7 @@ def load_base(model, parts, world=None, split=None):
         read_rows({name: read} if name in parts else split(name, *local_rows(read.detach())), parts)
         if layer:
             layer.fill(read)
-    dist.barrier(world or dist.World())     # a slow disk may take long
+    dist.all_gather(world or dist.World(), None)    # a slow disk may take long
 
 
 def load(world, folder, stem, tensors):
@@ -171,7 +171,7 @@ def load(world, folder, stem, tensors):
     problem = mismatch({name: tensor.shape or (1,) for name, tensor in tensors.items()}, slices)
     require(not problem, f"{folder}: its {stem} tensors do not fit this run: {problem}")
     read_rows(tensors, slices, f"{folder}: ")
-    dist.barrier(world)      # a slow disk may take longer than a gradient collective's limit
+    dist.all_gather(world, None)    # a slow disk may take longer than a gradient collective may
 
 
 # ---- Writing
