@@ -247,5 +247,6 @@ def collate(samples, ids, pad_to=0):
 
 def make_loader(table, ids, packs, num_workers, pad_to=0):
     """Iterator over PackedBatches of `packs`, an iterable of lists of sample numbers."""
-    return packing.pack_loader(SpeechSamples(table, ids), packs, lambda samples: collate(
-        samples, ids, pad_to), num_workers)
+    samples = SpeechSamples(table, ids)
+    return packing.run_ahead(
+        lambda pack: collate([samples[i] for i in pack], ids, pad_to), packs, num_workers)

@@ -170,7 +170,7 @@ class Encoder:
 
     def __init__(self, tokenizer, turns="all", options=None, split=False):
         self.tokenizer, self.turns, self.split = tokenizer, turns, split
-        self.lists, self.options = token_lists(tokenizer), options or {}
+        self.lists, self.options = functools.partial(token_lists, tokenizer), options or {}
         added = tokenizer.added_tokens_decoder.items()
         self.special = {number: token.content for number, token in added if token.special}
 

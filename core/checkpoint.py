@@ -280,7 +280,7 @@ def list_checkpoints(output_dir):
 
 
 def find_damage(path):
-    """Describes the damage to a checkpoint; "" if all checksums match. OSError: unreadable file."""
+    """Damage to a checkpoint; "" if all checksums match. UserError: unreadable file."""
     try:
         listed = dict(json_files.read_object(path / MANIFEST)["files"])
         listed[f"{STATE}/state.json"]       # an empty list would match any folder

@@ -84,14 +84,11 @@ def report_error(kind, error, trace):
 
 @contextlib.contextmanager
 def error_names_file(path):
-    """Context whose OSErrors name `path`: the error of a full disk names no file."""
+    """Context whose OSErrors become UserErrors about `path`: that of a full disk names no file."""
     try:
         yield
-    except OSError as error:
-        if error.errno is None:     # of safetensors and numpy: N requested, M written
-            raise UserError(f"{path} cannot be written ({error})")
-        error.filename = str(path)
-        raise
+    except OSError as error:        # safetensors' and numpy's have a text only
+        raise UserError(f"{path} cannot be read or written ({error.strerror or error})")
 
 
 def first_line(error):

@@ -21,7 +21,7 @@ def compiles(kind):
     except Exception as error:      # no compiler, a broken one, or no headers
         why = getattr(error, "inner_exception", error)
         if os.environ.get("RANK", "0") == "0":
-            print(f"notice     torch.compile fails ({one_line(why, 80)}): it needs g++ and Python.h")
+            print(f"notice     torch.compile fails ({one_line(why, 80)}); it needs g++, Python.h")
         return False
     return True
 

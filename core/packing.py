@@ -11,12 +11,10 @@ import itertools
 import os
 import signal
 from collections import deque
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
 from operator import itemgetter
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -36,19 +34,17 @@ def best_fit(lengths, order, budget):
         window = order[start:start + 4096]
         # longest first, so that short samples fill the gaps
         window = window[np.argsort(-lengths[window], kind="stable")]
-        bins, free = [], []     # free: (remaining tokens, number of the pack), ascending by tokens
+        bins, free = [], []     # free: (remaining tokens, pack), ascending by tokens
         for i, n in zip(window.tolist(), lengths[window].tolist()):
             if n > budget:
                 raise ValueError(f"sample {i} has {n} tokens, more than the {budget} of a pack")
             # the fullest pack that still has room, or a new one
             position = bisect.bisect_left(free, n, key=itemgetter(0))
-            if position < len(free):
-                room, b = free.pop(position)
-                bins[b].append(i)
-            else:
-                room, b = budget, len(bins)
-                bins.append([i])
-            bisect.insort_left(free, (room - n, b), key=itemgetter(0))
+            room, pack = free.pop(position) if position < len(free) else (budget, [])
+            if not pack:
+                bins.append(pack)
+            pack.append(i)
+            bisect.insort_left(free, (room - n, pack), key=itemgetter(0))
         yield from bins
 
 
@@ -61,7 +57,7 @@ class PackOrder:
     def __init__(self, lengths, numbers=None, *, samples_per_pack=0, tokens_per_pack=0, seed=0,
                  group_by_length=False):
         self.lengths, self.size, self.seed = np.asarray(lengths), samples_per_pack, seed
-        self.grouped = group_by_length and not tokens_per_pack
+        self.grouped = group_by_length
         # keeps two plans, as the loader reads ahead into the next epoch
         self.epoch = functools.lru_cache(2)(self._plan)
         n = len(self.lengths)
@@ -69,21 +65,19 @@ class PackOrder:
         if tokens_per_pack:     # by the seed alone, as packing is too slow to repeat in every epoch
             order = np.random.default_rng((seed, 0)).permutation(n)
             packs = list(best_fit(self.lengths, order, tokens_per_pack))
-            self.packed = np.fromiter(itertools.chain.from_iterable(packs), np.int64)
-            self.offsets = np.cumsum([0, *map(len, packs)])
+            self.packed, self.bounds = np.concatenate(packs), np.cumsum([0, *map(len, packs)])
         else:
-            self.packed, self.offsets = None, np.append(np.arange(0, n, samples_per_pack), n)
-        self.packs_per_epoch = len(self.offsets) - 1
+            self.packed, self.bounds = None, np.append(np.arange(0, n, samples_per_pack), n)
+        self.packs_per_epoch = len(self.bounds) - 1
 
     def _plan(self, epoch):
-        """(samples (n,), offsets (packs + 1,)) of an epoch, whose pack p has the sample indices
-        samples[offsets[p]:offsets[p + 1]]. No plan depends on another."""
+        """(packs, samples (n,)) of an epoch: its p-th pack k = packs[p] has the sample indices
+        samples[bounds[k]:bounds[k + 1]]. No plan depends on another."""
         rng = np.random.default_rng((self.seed, epoch, 1))
-        n, packs, samples = len(self.lengths), np.arange(self.packs_per_epoch), self.packed
-        if samples is not None:
-            packs = rng.permutation(packs)
-        else:
-            samples = rng.permutation(n)
+        n, packs = len(self.lengths), np.arange(self.packs_per_epoch)
+        if self.packed is not None:
+            return rng.permutation(packs), self.packed
+        samples = rng.permutation(n)
         if self.grouped:
             window = np.arange(n) // (self.size * BLOCKS * SIZES[0])    # samples sorted together
             # without noise the same samples would share a pack in every epoch
@@ -92,25 +86,21 @@ class PackOrder:
             size = next((size for size in SIZES if size * BLOCKS <= len(packs)), SIZES[-1])
             whole = len(packs) // size * size       # a shorter last block stays last
             packs[:whole] = rng.permutation(packs[:whole].reshape(-1, size)).ravel()
-        # move the samples of each pack to its position in this epoch
-        sizes = np.diff(self.offsets)[packs]
-        offsets = np.append(0, np.cumsum(sizes))
-        moved = np.repeat(self.offsets[packs] - offsets[:-1], sizes) + np.arange(n)
-        return samples[moved], offsets
+        return packs, samples
 
     def window(self, epoch, first, count=1):
         """Sample numbers (n,) of `count` packs from `first` on, such as a step of all ranks. Packs
         after the last one, which fill the last step, are empty."""
-        samples, offsets = self.epoch(epoch)
-        first, stop = np.minimum((first, first + count), self.packs_per_epoch)
-        return self.numbers[samples[offsets[first]:offsets[stop]]]
+        packs, samples = self.epoch(epoch)
+        parts = [samples[self.bounds[k]:self.bounds[k + 1]] for k in packs[first:first + count]]
+        return self.numbers[np.concatenate([samples[:0], *parts])]
 
     def sums(self, values, epochs=20):
         """Sums (packs, ...) int64 of values (samples, ...) over each pack; of the first `epochs`,
         if each draws other packs."""
         plans = map(self.epoch, range(epochs if self.packed is None else 1))
-        return np.concatenate([np.add.reduceat(values[samples].astype(np.int64), offsets[:-1])
-                               for samples, offsets in plans])
+        return np.concatenate([np.add.reduceat(values[samples].astype(np.int64), self.bounds[:-1])[
+            packs] for packs, samples in plans])
 
 
 def rank_packs(order, rank, world_size, accumulation, epochs, epoch=0, first=0):
@@ -148,19 +138,13 @@ class Batch:
 
     def to(self, device):
         """This batch on a device. Copies to a GPU use pinned memory, so the host does not wait."""
-        pin, moved = torch.device(device).type == "cuda", {}
+        moved, pin = {}, torch.device(device).type == "cuda"
         for name, value in vars(self).items():
             if isinstance(value, Batch):
                 moved[name] = value.to(device)
             elif torch.is_tensor(value):
-                value = value.pin_memory() if pin and value.device.type == "cpu" else value
-                moved[name] = value.to(device, non_blocking=True)
+                moved[name] = (value.pin_memory() if pin else value).to(device, non_blocking=True)
         return replace(self, **moved)
-
-
-def pack_loader(samples, packs, collate, threads):
-    """Iterator over collate([samples[i] for i in pack]) of `packs`, lists of sample numbers."""
-    return run_ahead(lambda pack: collate([samples[i] for i in pack]), packs, threads)
 
 
 def map_chunks(function, items, size, processes):
@@ -190,7 +174,7 @@ def run_ahead(function, items, workers, fork=False):
                 yield results.popleft().result()
         while results:
             yield results.popleft().result()
-    except BrokenProcessPool:
+    except BrokenExecutor:
         raise cli.UserError("a process that prepares data was killed; if memory was short, give a "
                             "smaller --preprocess_num_proc")
     finally:
@@ -214,30 +198,24 @@ def call_inherited(item):
 
 
 class Column:
-    """A .npy file to which numbers are appended, so that memory never holds all of them."""
+    """A .npy file to which numbers are appended, so that memory never holds all of them. array: all
+    numbers so far, memory-mapped."""
 
     def __init__(self, path, dtype):
-        self.path, self.length, self.empty = Path(path), 0, np.empty(0, dtype)
-        np.save(path, self.empty)
-
-    def __len__(self):
-        return self.length
+        self.path, self.array = path, np.empty(0, dtype)
+        np.save(path, self.array)
 
     def append(self, values):
-        values = np.ascontiguousarray(values, self.empty.dtype)
-        self.length += len(values)
-        header = np.lib.format.header_data_from_array_1_0(self.empty) | {"shape": (self.length,)}
+        values = np.ascontiguousarray(values, self.array.dtype)
+        header = np.lib.format.header_data_from_array_1_0(self.array)
+        header["shape"] = (len(self.array) + len(values),)
         with cli.error_names_file(self.path), open(self.path, "r+b") as file:
             np.lib.format.write_array_header_1_0(file, header)      # has room for a longer shape
             file.seek(0, os.SEEK_END)
             file.write(values.tobytes())
-
-    def array(self):
-        """Memory-mapped array of all numbers so far."""
-        return np.load(self.path, mmap_mode="r")
+        self.array = np.load(self.path, mmap_mode="r")
 
 
-def token_lists(tokenizer):
-    """Function that turns a list of texts into lists of token ids, without special tokens."""
-    return lambda texts: tokenizer(texts, add_special_tokens=False, verbose=False)[
-        "input_ids"] if texts else []
+def token_lists(tokenizer, texts):
+    """Lists of the token ids of each text, without special tokens."""
+    return tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []

@@ -25,7 +25,7 @@ def start(args):
     """(World, Watchdog, folder to prepare data in). A dry run joins no other process and prepares
     data in a temporary folder instead of --output_dir. UserError."""
     if args.dry_run is not None:
-        world, folder = dist.single_process(), tempfile.mkdtemp()
+        world, folder = dist.World(), tempfile.mkdtemp()
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
     else:
         folder = args.output_dir

@@ -141,7 +141,7 @@ def load_base(model, parts, world=None, split=None):
             fill(view, parts[part], part)
         if layer:
             layer.fill(read)
-    dist.barrier(world or dist.World())     # a slow disk may take long
+    dist.all_gather(world or dist.World(), None)    # a slow disk may take long
 
 
 def load(world, folder, stem, tensors):
@@ -152,7 +152,7 @@ def load(world, folder, stem, tensors):
                 f"{folder}: its {stem} tensors do not fit this run")
     for name, tensor in tensors.items():
         fill(tensor, slices[name], f"{folder}: {name}")
-    dist.barrier(world)      # a slow disk may take longer than a gradient collective's limit
+    dist.all_gather(world, None)    # a slow disk may take longer than a gradient collective may
 
 
 # ---- Writing

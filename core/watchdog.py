@@ -1,8 +1,4 @@
-"""A run of several processes fails as a whole, with one message, and names hanging ranks.
-
-The first rank that raises records this in the run's store, prints the error and exits; torchrun
-then asks the other ranks of its node to stop. A rank whose error only follows from that failure
-prints nothing, and the watchdog ends ranks that wait in a collective.
+"""Names hanging ranks, and ends ranks that wait for one that has failed, see dist.report_error.
 
 A thread of each rank reports the progress of its main thread to the run's store. If a rank exceeds
 its time limit, the slowest ranks are named and print their stacks, and all ranks exit with status 1
@@ -13,34 +9,12 @@ import json
 import os
 import sys
 import threading
-import time
 import traceback
 
-from torch.distributed import DistError
-
 from core import cli
-from core.dist import GRACE_S, disarmed
+from core.dist import FAILED, GRACE_S, disarmed
 
 JUDGES = 8      # ranks that look for hanging ones; several, as some may be frozen
-FAILED = "ranks that have failed"       # key of a counter in the store
-# Words of errors that only mean that another rank has ended
-COLLECTIVE_ERRORS = ("gloo", "NCCL", "ProcessGroup", "onnection closed", "onnection reset",
-                     "Broken pipe", "TCPStore")
-
-
-def is_cause(error, store):
-    """False if this rank's error follows from another rank's, which has been printed."""
-    lost_peer = isinstance(error, DistError) or not isinstance(error, cli.UserError) and any(
-        word in str(error) for word in COLLECTIVE_ERRORS)
-    end = time.monotonic() + 2 * GRACE_S
-    while lost_peer and time.monotonic() < end:     # that rank's message is better
-        if cli.stop_requested():       # by torchrun, which names a rank that was killed
-            os._exit(1)
-        time.sleep(0.1)
-    try:
-        return store.add(FAILED, 1) == 1
-    except Exception:       # the process that hosts the store has printed its error and ended
-        return False
 
 
 class Watchdog:
@@ -53,7 +27,8 @@ class Watchdog:
         self.beat_s = min(limit_s / 10, max(1.0, (world.size / 8) ** 0.5), 0.8 * GRACE_S)
         self.beats = 0      # used as the clock, which must not run while the process is paused
         self.unanswered = 0     # seconds since the store's last answer
-        self.state = {"progress": 0, "since": 0, "where": "start", "limit_s": limit_s}
+        self.state = {"progress": 0, "who": f"{os.uname().nodename}, process {os.getpid()}"}
+        self.report_progress("start")
         self.keys = [f"watch/{rank}" for rank in range(world.size)]
         # of each rank: its last report, and the seconds since it changed
         self.reports, self.silent = [None] * world.size, [0] * world.size
@@ -63,8 +38,9 @@ class Watchdog:
 
     def report_progress(self, where, limit_s=None):
         """where: the phase that begins. limit_s: seconds it may take, None: those of a step."""
-        self.state = {"progress": self.state["progress"] + 1, "since": self.beats, "where": where,
-                      "limit_s": limit_s or self.limit_s}
+        progress = self.state["progress"] + 1
+        self.state = self.state | {"progress": progress, "since": self.beats, "where": where,
+                                   "limit_s": limit_s or self.limit_s}
 
     def _watch(self):
         """Thread: beat; if a rank hangs or has failed, end this process, which may wait for it."""
@@ -99,9 +75,8 @@ class Watchdog:
     def _beat(self):
         """Report this rank's phase to the store; True if a rank has failed."""
         self.beats += 1
-        # reads self.state once: the main thread may replace it
-        report = self.state | {"beats": self.beats,
-                               "who": f"{os.uname().nodename}, process {os.getpid()}"}
+        state = self.state      # read once: the main thread may replace it
+        report = state | {"waited": (self.beats - state["since"]) * self.beat_s}
         self.store.set(self.keys[self.world.rank], json.dumps(report))
         failed = self.store.check([FAILED])     # unlike set(), this waits for an answer
         self.unanswered = 0
@@ -111,24 +86,21 @@ class Watchdog:
 
     def _judge(self):
         """If a rank takes too long, name the silent ranks or, if none is silent, the slowest."""
-        late, spare = [], min(5 * self.beat_s, GRACE_S)     # reports are delayed
-        for rank, key in enumerate(self.keys):
-            report = json.loads(self.store.get(key))
-            same = report == self.reports[rank]
-            self.silent[rank] = self.silent[rank] + self.beat_s if same else 0
-            self.reports[rank] = report
-            waited = (report["beats"] - report["since"]) * self.beat_s
-            if waited > report["limit_s"] + spare or self.silent[rank] > self.limit_s + spare:
-                late.append(max(waited, self.silent[rank]))
+        reports = list(map(json.loads, self.store.multi_get(self.keys)))
+        self.silent = [seconds + self.beat_s if new == old else 0
+                       for seconds, new, old in zip(self.silent, reports, self.reports)]
+        self.reports = reports
+        spare = min(5 * self.beat_s, GRACE_S)       # reports are delayed
+        late = [max(report["waited"], seconds) for report, seconds in zip(reports, self.silent)
+                if report["waited"] > report["limit_s"] + spare or seconds > self.limit_s + spare]
         if not late:
             return
-        slowest = min(report["progress"] for report in self.reports)
         silent = [rank for rank, seconds in enumerate(self.silent) if seconds > self.limit_s / 2]
-        hanging = silent or [
-            rank for rank, report in enumerate(self.reports) if report["progress"] == slowest]
+        progress = [report["progress"] for report in reports]
+        hanging = silent or [rank for rank, n in enumerate(progress) if n == min(progress)]
         for rank in hanging:
             self.store.set(f"hangs/{rank}", "")
-        names = "; ".join("rank {} ({who}) in: {where}".format(rank, **self.reports[rank])
+        names = "; ".join("rank {} ({who}) in: {where}".format(rank, **reports[rank])
                           for rank in hanging[:8])
         if self.store.add(FAILED, 1) == 1:      # no rank has reported an error
             cli.print_error(f"error: {'no answer from' if silent else 'hangs:'} {names}; the "

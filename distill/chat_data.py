@@ -71,19 +71,19 @@ def write_table(folder, paths, encoder, limit, drop=(), processes=0, output_dir=
     columns = {name: Column(folder / f"{name}.npy", kind) for name, kind in COLUMNS.items()}
     columns["offsets"].append([0])
     for source, path in enumerate(paths):
-        first = len(columns["lengths"])
+        first = len(columns["lengths"].array)
         encode = partial(encode_chunk, path, encoder, limit)
         for chunk, bad in map_chunks(encode, numbered_lines(path), CHUNK, processes):
             problems.add(bad)
             is_end = chunk["trained"] & ~np.append(chunk["trained"][1:], False)
             ends.update(chunk["tokens"][is_end].tolist())
-            chunk["offsets"] = len(columns["tokens"]) + np.cumsum(chunk["lengths"])
+            chunk["offsets"] = len(columns["tokens"].array) + np.cumsum(chunk["lengths"])
             chunk["sources"] = np.full(len(chunk["lengths"]), source)
             for name, column in columns.items():
                 column.append(chunk[name])
-        samples.append(len(columns["lengths"]) - first)
+        samples.append(len(columns["lengths"].array) - first)
         first_lines = {}        # {id: line}; a line may give several samples
-        for line, key in zip(*(columns[name].array()[first:].tolist()
+        for line, key in zip(*(columns[name].array[first:].tolist()
                                for name in ("lines", "keys"))):
             same = line if key < 0 else first_lines.setdefault(key, line)
             require(same == line, f"{path}:{line}: has the same id {key} as {path}:{same}; give it "

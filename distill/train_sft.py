@@ -232,7 +232,8 @@ def validate():
     watch.report_progress(f"validation at step {step}", args.wait_timeout)
     packs = packing.packs_in_order(
         eval_ids, args.per_device_eval_batch_size, world.rank, world.size)
-    loader = packing.pack_loader(table, packs, collate, min(1, args.num_workers))
+    loader = packing.run_ahead(
+        lambda pack: collate([table[i] for i in pack]), packs, min(1, args.num_workers))
     total = torch.zeros(model.sums, dtype=torch.float64, device=device)
     model.eval()        # no dropout
     for i, batch in enumerate(loader):
@@ -282,8 +283,8 @@ sums = torch.tensor(state["unlogged"] if resume and main_rank else [0.0] * model
 monitor = optim.StepMonitor(world, table.name, args.max_bad_steps, state.get("skipped", 0), scaler)
 epochs = sys.maxsize if args.max_steps else args.num_train_epochs
 packs = rank_packs(order, world.rank, world.size, accumulation, epochs, epoch, first_pack)
-batches = packing.pack_loader(
-    table, packs, partial(collate, pad_to=pad_to, pad_id=table.ends[0]), args.num_workers)
+batches = packing.run_ahead(lambda pack: collate(
+    [table[i] for i in pack], pad_to=pad_to, pad_id=table.ends[0]), packs, args.num_workers)
 eval_due = bool(state.get("eval_due") and validates)    # if a stop interrupted a validation
 log = run.open_log(args, world, step, eval_due)
 print0(*lines)

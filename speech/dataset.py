@@ -209,7 +209,7 @@ def tokenise(entries, tokenizer, ids, file="", drop=(), inspect=None):
     offsets = np.cumsum([0, *(len(stream) for _, stream in rows)])
     pieces, labels = zip(*itertools.chain(*(stream for _, stream in rows))) if rows else ((), ())
     texts = list({piece for piece in pieces if type(piece) is str})
-    tokens_of = dict(zip(texts, token_lists(tokenizer)(texts)))
+    tokens_of = dict(zip(texts, token_lists(tokenizer, texts)))
     parts = [tokens_of.get(piece, [ids.audio_placeholder_id]) for piece in pieces]
     lengths = np.fromiter(map(len, parts), np.int64, len(parts))
     spoken = np.array([type(piece) is Clip for piece in pieces], bool)
@@ -240,11 +240,11 @@ class TableBuilder:
         self.clips, self.number_of = [], {}     # number_of: {Clip: its index}
 
     def __len__(self):
-        return len(self.columns["text_targets"])
+        return len(self.array("text_targets"))
 
     def array(self, name):
         """Memory-mapped array of a column."""
-        return self.columns[name].array()
+        return self.columns[name].array
 
     def name(self, i):
         """Place of sample i in the user's files."""
@@ -258,7 +258,7 @@ class TableBuilder:
                 self.clips.append(clip)
         values = chunk | {"clips": [self.number_of[clip] for clip in chunk["clips"]]}
         for name, offsets in LISTS.items():
-            values[offsets] = len(self.columns[name]) + np.cumsum(chunk[offsets], dtype=np.int64)
+            values[offsets] = len(self.array(name)) + np.cumsum(chunk[offsets], dtype=np.int64)
         for name, column in self.columns.items():
             column.append(values[name])
         self.notices.update(chunk["notices"])

@@ -109,7 +109,7 @@ def evaluate(folder, samples, by, settings):
             "settings": settings | {"samples": len(samples)}}
 
 
-device = dist.single_process().device.type
+device = dist.World().device.type
 require(args.device != "cuda" or device == "cuda", "--device cuda: there is no GPU here")
 if args.device == "auto":
     args.device = device

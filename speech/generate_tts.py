@@ -161,10 +161,10 @@ if args.dtype == "auto" and device.type == "cuda":
 native = speak.load_model(folder, config_dict, args.adapter, dtype, device, args.base_dtype)
 listeners = judges.load_judges(args.asr_model, args.asr_command, args.speaker_model,
                                language=args.language, device=device)
-dist.barrier(world)     # only now, after the checks of all ranks
+dist.all_gather(world, None)    # only now, after the checks of all ranks
 for path in old if main_rank else ():
     path.unlink()
-dist.barrier(world)     # no rank writes before that
+dist.all_gather(world, None)    # no rank writes before that
 if main_rank:
     print(f"text       {why}\nmodel      {dtype} on {world.size} x {device.type}")
 

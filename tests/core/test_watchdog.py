@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed import HashStore, TCPStore
 
-from core import watchdog
+from core import dist, watchdog
 from core.cli import UserError
 from core.dist import World
 
@@ -15,9 +15,9 @@ from core.dist import World
 def test_a_rank_whose_store_has_ended_leaves_the_message_to_its_host():
     host = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     store = TCPStore("127.0.0.1", host.port, is_master=False)
-    assert watchdog.is_cause(UserError("the same mistake"), store)
+    assert dist.is_cause(UserError("the same mistake"), store)
     del host
-    assert not watchdog.is_cause(UserError("the same mistake"), store)
+    assert not dist.is_cause(UserError("the same mistake"), store)
 
 
 class Ended(BaseException):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from core.cli import UserError
-from core.packing import PackOrder, pack_loader, rank_packs
+from core.packing import PackOrder, rank_packs, run_ahead
 from diffusion import blocks
 from diffusion.choices import EXECUTION, FILL, FULL, PLAN, QUESTION, Layout, check_range
 from tests.helpers.block_problems import LAYOUTS, documents_of, load
@@ -105,7 +105,7 @@ def test_batches_hold_every_whole_document_once(demo, name, pack):
     assert all(len(m) == 1 for m in rows.members) or pack
     order = PackOrder(rows.table["tokens"], samples_per_pack=4, seed=5)
     packs = list(rank_packs(order, 0, 1, 1, epochs=1)) + [[]]
-    loader = pack_loader(rows.members, packs, lambda items: blocks.collate(items, 4, rows), 0)
+    loader = run_ahead(lambda pack: blocks.collate([rows.members[i] for i in pack], 4, rows), packs, 0)
     for batch, numbers in zip(loader, packs, strict=True):
         n_noisy = rows.noisy_length
         assert batch.tokens.shape == (4, n_noisy + length) and batch.copied.shape == (4, n_noisy) and (

@@ -111,7 +111,7 @@ def test_spoken_rows_are_the_samples_that_training_would_see(model, data, tmp_pa
     np.savez(tmp_path / keep.FILE, fingerprint="f", codes_0=answer)
     keeper = object.__new__(keep.Keeper)
     vars(keeper).update(prompts=[prompt], ids=ids, args=args, fingerprint="f")
-    keeper.speak(World(), model, contextlib.nullcontext)
+    keeper.speak(World(device="cpu"), model, contextlib.nullcontext)
     wanted = ids.assemble(np.array([*tokens, ids.audio_placeholder_id]), np.array([False] * 4 + [True]),
                           [reference, answer])
     assert wanted.keys() < keeper.samples[0].keys() and not np.array_equal(reference, answer)
