@@ -1,7 +1,4 @@
-"""Metrics of a run: measure speed, write metrics.jsonl, TensorBoard and W&B, read and summarise.
-
-Imports the standard library only, so that report.py runs without torch.
-"""
+"""Metrics of a run: measure speed, write metrics.jsonl, TensorBoard and W&B, read and summarise."""
 import contextlib
 import json
 import math
@@ -13,7 +10,10 @@ from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 
-from core import cli, json_files
+import torch
+
+from core import checkpoint, cli, json_files
+from core.dist import error_names_file
 
 # Peak FLOP/s of dense bf16 products, from NVIDIA's datasheets; SXM unless noted
 PEAK_BF16 = {"H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12,
@@ -60,7 +60,6 @@ class StepTimer:
         values |= {f"train/{name}_per_second": amount / seconds for name, amount in sums.items()
                    if name == "samples" or name.endswith("_seconds")}
         if world.device.type == "cuda":
-            import torch
             memory = torch.cuda.max_memory_allocated(world.device) / 2**30
             values |= {"train/memory_gib": memory, "system/gpu_memory_allocated": memory}
             name = torch.cuda.get_device_name(world.device)
@@ -77,13 +76,10 @@ class MetricsLog:
     def __init__(self, args, resumed_step=0, eval_due=False):
         """args: flags of the trainer. eval_due: resumed_step will be validated again, so its
         earlier validation is dropped."""
-        from core import checkpoint, dist  # which import torch
-        self.error_names_file = dist.error_names_file
         folder, name = Path(args.output_dir), Path(args.output_dir).resolve().name
         self.path = folder / "metrics.jsonl"
-        kept = [row for row in read_metrics(self.path) if resumed_step and (
-            row["step"] < resumed_step or row["step"] == resumed_step
-            and not (eval_due and any(name.startswith("eval/") for name in row)))]
+        kept = [row for row in read_metrics(self.path) if resumed_step and row["step"]
+                <= resumed_step - (eval_due and any(name.startswith("eval/") for name in row))]
         checkpoint.write_text(self.path, "".join(json.dumps(row) + "\n" for row in kept))
         self.board = self.wandb = None
         if "tensorboard" in args.report_to:
@@ -102,20 +98,15 @@ class MetricsLog:
     def write(self, step, values):
         """Write {name: number} of an optimizer step to all logs; nan and inf are null in JSON."""
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        with self.error_names_file(self.path), open(self.path, "a") as file:
+        with error_names_file(self.path), open(self.path, "a") as file:
             file.write(json.dumps({"step": step, **finite}) + "\n")
         if self.board:
-            with self.error_names_file(self.board.log_dir):
+            with error_names_file(self.board.log_dir):
                 for name, value in values.items():
                     self.board.add_scalar(name, value, step)
                 self.board.flush()
         if self.wandb:
             self.wandb.log(values, step=step)
-
-    def write_speech(self, step, name, wave, rate):
-        """Write a sound, (n,) float32 in -1..1 at `rate` Hz, to TensorBoard. write() flushes it."""
-        if self.board and len(wave):
-            self.board.add_audio(name, wave.clip(-1, 1)[None], step, rate)
 
 
 def read_metrics(path):
