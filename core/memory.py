@@ -132,15 +132,15 @@ def step_bytes(model, loss, args, pack, gradients=True):
     return live.peak - weights
 
 
-def count_values(module):
-    return sum(p.numel() for p in module.parameters())
+def count_values(module, trained=False):
+    return sum(p.numel() for p in module.parameters() if p.requires_grad or not trained)
 
 
 def estimate(model, loss, args, packs, others=()):
     """{part: bytes} that one GPU needs for a run whose largest packs are `packs`. model, loss: of
     step_bytes(). others: frozen models."""
     layers, ranks = layers_of(model), args.ranks
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    trained = count_values(model, trained=True)
     # else gradients only exist in the backward pass, where they replace activations
     lasting = args.parallel != "ddp" or ranks > 1 or args.gradient_accumulation_steps > 1
     state = {"weights": sum(p.nbytes for p in model.parameters()), "optimizer": 8 * trained,
@@ -155,8 +155,7 @@ def estimate(model, loss, args, packs, others=()):
         if getattr(args, "reshard_after_forward", True):
             whole -= sum(sorted(map(count_values, layers))[:-3])
         width = 2 if args.bf16 else 4
-        reduced = max(sum(p.numel() for p in layer.parameters() if p.requires_grad)
-                      for layer in layers)
+        reduced = max(count_values(layer, trained=True) for layer in layers)
         parts["copies"] = whole * width + reduced * (width + 4)     # and its sum in fp32
         if args.gradient_accumulation_steps > 1:        # reduced in the last micro-step
             parts["gradients"] += 4 * trained
@@ -189,8 +188,7 @@ def pack_ways(args, lengths, longest=0):
     ranks, longest = args.ranks, int(max(longest, lengths.max()))
     step_samples = args.global_batch_size or len(lengths) / EPOCH_STEPS
     most = step_samples * lengths.mean() / ranks / args.gradient_accumulation_steps
-    budgets = [budget for budget in BUDGETS if longest <= budget <= most] or [
-        -(-longest // 1024) * 1024]
+    budgets = [n for n in BUDGETS if longest <= n <= most] or [-(-longest // 1024) * 1024]
     if args.named & {"max_tokens_per_batch", "per_device_train_batch_size"}:
         budgets = [args.max_tokens_per_batch]
     order_of = functools.cache(lambda budget: PackOrder(
@@ -281,16 +279,14 @@ def largest_pack(order, rows, budget=0, columns=1):
     return *largest.tolist(), *packs[:, columns:].max(0).tolist()
 
 
-def end_dry_run(args, needed, model, lines, steps, time="", disks=()):
-    """Print a headline, `lines` and the plan of a run, and exit; UserError if GPU or disks are too
-    small. needed: of estimate(). model: as trained. steps: to go. time: text after them. disks:
-    arguments of check_disk(), besides those for checkpoints."""
+def end_dry_run(args, needed, model, lines, steps, time=""):
+    """Print a headline, `lines` and the plan of a run, and exit; UserError if GPU or disk are too
+    small. needed: of estimate(). model: as trained. steps: to go. time: text after them."""
     dtype = "fp16" if getattr(args, "fp16", False) else "bf16" if args.bf16 else "fp32"
     parts = " + ".join(f"{name} {used / GIB:,.2f}" for name, used in needed.items() if used)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    weights = sum(p.nbytes for p in (trained if args.use_lora else model.parameters()))
+    weights = sum(p.nbytes for p in model.parameters() if p.requires_grad or not args.use_lora)
     copies = 2 if needed.get("average") else 1
-    saved = weights * copies + 8 * sum(p.numel() for p in trained)      # with Adam's moments
+    saved = weights * copies + 8 * count_values(model, trained=True)    # with Adam's moments
     most = 1 + max(0, steps) // args.save_steps if args.save_steps else 1
     if args.save_total_limit:       # besides them the best and the one being written
         most = min(most, args.save_total_limit + 2)
@@ -301,7 +297,6 @@ def end_dry_run(args, needed, model, lines, steps, time="", disks=()):
           f"disk       {size(saved)} a checkpoint, at most {most} at once", sep="\n")
     check_memory(needed, args)
     more = most - len(checkpoint.list_checkpoints(args.output_dir))
-    for disk in ((args.output_dir, saved * more, plural(more, "checkpoint")), *disks):
-        check_disk(*disk)
+    check_disk(args.output_dir, saved * more, plural(more, "checkpoint"))
     print("dry run ok")
     sys.exit(0)

@@ -1,4 +1,7 @@
-"""Metrics of a run: measure speed, write metrics.jsonl, TensorBoard and W&B, read and summarise."""
+"""Metrics of a run: measure speed, write metrics.jsonl, TensorBoard and W&B, read and summarise.
+
+Imports the standard library only, so that report.py runs without torch.
+"""
 import contextlib
 import json
 import math
@@ -10,10 +13,7 @@ from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 
-import torch
-
-from core import checkpoint, cli, json_files
-from core.dist import error_names_file
+from core import cli, json_files
 
 # Peak FLOP/s of dense bf16 products, from NVIDIA's datasheets; SXM unless noted
 PEAK_BF16 = {"H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12,
@@ -60,6 +60,7 @@ class StepTimer:
         values |= {f"train/{name}_per_second": amount / seconds for name, amount in sums.items()
                    if name == "samples" or name.endswith("_seconds")}
         if world.device.type == "cuda":
+            import torch
             memory = torch.cuda.max_memory_allocated(world.device) / 2**30
             values |= {"train/memory_gib": memory, "system/gpu_memory_allocated": memory}
             name = torch.cuda.get_device_name(world.device)
@@ -76,6 +77,8 @@ class MetricsLog:
     def __init__(self, args, resumed_step=0, eval_due=False):
         """args: flags of the trainer. eval_due: resumed_step will be validated again, so its
         earlier validation is dropped."""
+        from core import checkpoint, dist  # which import torch
+        self.error_names_file = dist.error_names_file
         folder, name = Path(args.output_dir), Path(args.output_dir).resolve().name
         self.path = folder / "metrics.jsonl"
         kept = [row for row in read_metrics(self.path) if resumed_step and row["step"]
@@ -98,10 +101,10 @@ class MetricsLog:
     def write(self, step, values):
         """Write {name: number} of an optimizer step to all logs; nan and inf are null in JSON."""
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        with error_names_file(self.path), open(self.path, "a") as file:
+        with self.error_names_file(self.path), open(self.path, "a") as file:
             file.write(json.dumps({"step": step, **finite}) + "\n")
         if self.board:
-            with error_names_file(self.board.log_dir):
+            with self.error_names_file(self.board.log_dir):
                 for name, value in values.items():
                     self.board.add_scalar(name, value, step)
                 self.board.flush()

@@ -56,9 +56,9 @@ def end_dry_run(args, ranks, needed, model, table, ids, train, lines, left, step
     gpu, rate = ("an RTX 3090", 71e12) if small else ("an H200", 790e12)
     time = f" · at least {metrics.duration(flops / rate)} on {gpu}" if flops else ""
     codes = args.code_cache or Path(args.output_dir) / "codes"
-    disks = [(codes, 2 * frames * ids.num_codebooks, "codes of new clips")]
+    plans.check_disk(codes, 2 * frames * ids.num_codebooks, "codes of new clips")
     if "tensorboard" in args.report_to:
-        disks.append((args.logging_dir, 0, "--logging_dir"))
+        plans.check_disk(args.logging_dir, 0, "--logging_dir")
     plans.end_dry_run(args, needed, model.base_model, [
         *lines, f"audio      {len(new):,} distinct clips, {new.sum():,} still to be encoded "
-        f"({frames / FRAME_RATE / 3600:.2f} h)"], left, time, disks)
+        f"({frames / FRAME_RATE / 3600:.2f} h)"], left, time)
