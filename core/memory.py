@@ -25,7 +25,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from core import checkpoint, dist, kernels, metrics
+from core import checkpoint, dist, kernels
 from core.cli import plural, require
 from core.packing import PackOrder
 
@@ -46,26 +46,21 @@ def layers_of(model):
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts bytes of tensors that operators make in this context: now, and at the peak."""
+    """Counts bytes of tensors that operators make in this context."""
 
-    def __init__(self, known):      # tensors that are not counted
+    def __init__(self):
         super().__init__()
-        self.sizes = {tensor.untyped_storage()._cdata: 0 for tensor in known}
-        self.now, self.peak = 0, 0
+        self.sizes, self.peak = weakref.WeakKeyDictionary(), 0      # sizes: of living storages
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         results = op(*args, **(kwargs or {}))
         for tensor in tree_leaves(results):
-            storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
-            if storage is not None and storage._cdata not in self.sizes:
-                self.sizes[storage._cdata] = storage.nbytes()
-                self.now += storage.nbytes()
-                weakref.finalize(storage, self.forget, storage._cdata)
-        self.peak = max(self.peak, self.now)
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self.sizes[storage] = storage.nbytes()
+        # .data: its own values() takes longer than the step
+        self.peak = max(self.peak, sum(self.sizes.data.values()))
         return results
-
-    def forget(self, key):
-        self.now -= self.sizes.pop(key)
 
 
 class FakeKernel(torch.autograd.Function):
@@ -117,11 +112,11 @@ def step_bytes(model, loss, args, pack, gradients=True):
     gradients: False frees each at once."""
     half, sharded = args.bf16 or getattr(args, "fp16", False), args.parallel != "ddp"
     dtype = torch.bfloat16 if args.bf16 and sharded else None       # of FSDP2's copies
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with FakeTensorMode(allow_non_fake_inputs=True), LiveBytes() as live, gpu_kernels():
         fakes = {id(b): torch.empty(b.shape, dtype=b.dtype) for b in model.buffers()}
         fakes |= {id(p): nn.Parameter(torch.empty(p.shape, dtype=dtype or p.dtype), p.requires_grad)
                   for p in model.parameters()}
-        model = copy.deepcopy(model, fakes)
+        model, weights = copy.deepcopy(model, fakes), live.peak
         kernels.recompute(layers_of(model), args.gradient_checkpointing)
         trained = [p for p in model.parameters() if p.requires_grad]
         model.train(bool(trained))
@@ -130,23 +125,22 @@ def step_bytes(model, loss, args, pack, gradients=True):
                 p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
         if args.compile:
             fuse_layers(model)
-        with LiveBytes([*model.parameters(), *model.buffers()]) as live, gpu_kernels():
-            with torch.autocast("cpu", torch.bfloat16, enabled=half):
-                total = loss(model, *pack)
-            if trained:
-                total.backward()
-    return live.peak
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
+            total = loss(model, *pack)
+        if trained:
+            total.backward()
+    return live.peak - weights
 
 
-def count_values(module):
-    return sum(p.numel() for p in module.parameters())
+def count_values(module, trained=False):
+    return sum(p.numel() for p in module.parameters() if p.requires_grad or not trained)
 
 
 def estimate(model, loss, args, packs, others=()):
     """{part: bytes} that one GPU needs for a run whose largest packs are `packs`. model, loss: of
     step_bytes(). others: frozen models."""
     layers, ranks = layers_of(model), args.ranks
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    trained = count_values(model, trained=True)
     # else gradients only exist in the backward pass, where they replace activations
     lasting = args.parallel != "ddp" or ranks > 1 or args.gradient_accumulation_steps > 1
     state = {"weights": sum(p.nbytes for p in model.parameters()), "optimizer": 8 * trained,
@@ -161,8 +155,7 @@ def estimate(model, loss, args, packs, others=()):
         if getattr(args, "reshard_after_forward", True):
             whole -= sum(sorted(map(count_values, layers))[:-3])
         width = 2 if args.bf16 else 4
-        reduced = max(sum(p.numel() for p in layer.parameters() if p.requires_grad)
-                      for layer in layers)
+        reduced = max(count_values(layer, trained=True) for layer in layers)
         parts["copies"] = whole * width + reduced * (width + 4)     # and its sum in fp32
         if args.gradient_accumulation_steps > 1:        # reduced in the last micro-step
             parts["gradients"] += 4 * trained
@@ -195,8 +188,7 @@ def pack_ways(args, lengths, longest=0):
     ranks, longest = args.ranks, int(max(longest, lengths.max()))
     step_samples = args.global_batch_size or len(lengths) / EPOCH_STEPS
     most = step_samples * lengths.mean() / ranks / args.gradient_accumulation_steps
-    budgets = [budget for budget in BUDGETS if longest <= budget <= most] or [
-        -(-longest // 1024) * 1024]
+    budgets = [n for n in BUDGETS if longest <= n <= most] or [-(-longest // 1024) * 1024]
     if args.named & {"max_tokens_per_batch", "per_device_train_batch_size"}:
         budgets = [args.max_tokens_per_batch]
     order_of = functools.cache(lambda budget: PackOrder(
@@ -287,31 +279,24 @@ def largest_pack(order, rows, budget=0, columns=1):
     return *largest.tolist(), *packs[:, columns:].max(0).tolist()
 
 
-def end_dry_run(args, needed, model, lines, steps, flops=0, disks=()):
-    """Print a headline, `lines` and the plan of a run, and exit; UserError if GPU or disks are too
-    small. needed: of estimate(). model: as trained. steps: to go. flops: of the run, 0: unknown.
-    disks: arguments of check_disk(), besides those for checkpoints."""
-    limit = gpu_memory(args)
-    # FLOP/s of large bf16 products, docs/speed.md
-    gpu, rate = ("an RTX 3090", 71e12) if limit <= 24.5 * GIB else ("an H200", 790e12)
+def end_dry_run(args, needed, model, lines, steps, time=""):
+    """Print a headline, `lines` and the plan of a run, and exit; UserError if GPU or disk are too
+    small. needed: of estimate(). model: as trained. steps: to go. time: text after them."""
     dtype = "fp16" if getattr(args, "fp16", False) else "bf16" if args.bf16 else "fp32"
-    time = f" · at least {metrics.duration(flops / rate)} on {gpu}" if flops else ""
     parts = " + ".join(f"{name} {used / GIB:,.2f}" for name, used in needed.items() if used)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    weights = sum(p.nbytes for p in (trained if args.use_lora else model.parameters()))
+    weights = sum(p.nbytes for p in model.parameters() if p.requires_grad or not args.use_lora)
     copies = 2 if needed.get("average") else 1
-    saved = weights * copies + 8 * sum(p.numel() for p in trained)      # with Adam's moments
+    saved = weights * copies + 8 * count_values(model, trained=True)    # with Adam's moments
     most = 1 + max(0, steps) // args.save_steps if args.save_steps else 1
     if args.save_total_limit:       # besides them the best and the one being written
         most = min(most, args.save_total_limit + 2)
     print(f"{'FITS' if fits(needed, args) else 'TOO LARGE'} {sum(needed.values()) / GIB:.1f} of "
-          f"{limit / GIB:.1f} GiB · {plural(steps, 'step')}{time}",
+          f"{gpu_memory(args) / GIB:.1f} GiB · {plural(steps, 'step')}{time}",
           f"plan       {plural(args.ranks, 'GPU')}, {args.parallel}, {dtype}", *lines,
           f"memory     {parts} GiB",
           f"disk       {size(saved)} a checkpoint, at most {most} at once", sep="\n")
     check_memory(needed, args)
     more = most - len(checkpoint.list_checkpoints(args.output_dir))
-    for disk in ((args.output_dir, saved * more, plural(more, "checkpoint")), *disks):
-        check_disk(*disk)
+    check_disk(args.output_dir, saved * more, plural(more, "checkpoint"))
     print("dry run ok")
     sys.exit(0)

@@ -80,9 +80,8 @@ class MetricsLog:
         from core import checkpoint  # which imports torch
         folder, name = Path(args.output_dir), Path(args.output_dir).resolve().name
         self.path = folder / "metrics.jsonl"
-        kept = [row for row in read_metrics(self.path) if resumed_step and (
-            row["step"] < resumed_step or row["step"] == resumed_step
-            and not (eval_due and any(name.startswith("eval/") for name in row)))]
+        kept = [row for row in read_metrics(self.path) if resumed_step and row["step"]
+                <= resumed_step - (eval_due and any(name.startswith("eval/") for name in row))]
         checkpoint.write_text(self.path, "".join(json.dumps(row) + "\n" for row in kept))
         self.board = self.wandb = None
         if "tensorboard" in args.report_to:
@@ -110,11 +109,6 @@ class MetricsLog:
                 self.board.flush()
         if self.wandb:
             self.wandb.log(values, step=step)
-
-    def write_speech(self, step, name, wave, rate):
-        """Write a sound, (n,) float32 in -1..1 at `rate` Hz, to TensorBoard. write() flushes it."""
-        if self.board and len(wave):
-            self.board.add_audio(name, wave.clip(-1, 1)[None], step, rate)
 
 
 def read_metrics(path):

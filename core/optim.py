@@ -8,6 +8,7 @@ from core import kernels
 from core.cli import UserError
 from core.dist import all_gather, all_reduce
 
+
 def build_adamw(named_parameters, lr, weight_decay, beta2):
     """Fused AdamW for take_step. Only matrices decay, but no embeddings (wte, wpe: GPT-2's)."""
     groups = [{"params": [], "weight_decay": weight_decay}, {"params": [], "weight_decay": 0.0}]
@@ -56,10 +57,9 @@ def take_step(optimizer, lr, norm):
     for group in optimizer.param_groups:
         group["lr"] = lr
     bad = 1 - torch.isfinite(norm).float()
-    # GradScaler's attributes, by which a fused optimizer skips a step without counting it
-    optimizer.grad_scale, optimizer.found_inf = None, bad
+    # GradScaler's attribute, by which a fused optimizer skips a step without counting it
+    optimizer.found_inf = bad
     optimizer.step()
-    del optimizer.grad_scale, optimizer.found_inf
     optimizer.zero_grad(set_to_none=True)
     return bad
 
@@ -113,27 +113,26 @@ class StepMonitor:
             fetched.synchronize()
         norm, stop = host.tolist()
         self.stop |= bool(stop)
+        fault = ""
         if norm == 0 and trains:
-            self.fail(f"step {step}: the gradient norm is exactly 0, so nothing is learnt; look at "
-                      "the flags that choose the trained modules")
+            fault = (f"step {step}: the gradient norm is exactly 0, so nothing is learnt; look at "
+                     "the flags that choose the trained modules")
         if math.isfinite(norm):
             self.in_a_row = 0
-            return
-        self.skipped, self.in_a_row = self.skipped + 1, self.in_a_row + 1
-        mine = {self.sample_name(i) for finite, samples in losses if not finite for i in samples}
-        names = sorted(set().union(*all_gather(self.world, mine)))
-        if not names and self.scaler and self.scaler.get_scale() > 1:   # it is still too large
-            self.in_a_row = 0
-        text = (f"step {step}: gradient norm is not finite, step skipped ({self.skipped} so far); "
-                + (f"samples with a non-finite loss: {'; '.join(names[:20])}" if names
-                   else "every loss was finite"))
-        if self.world.is_main:
-            print(text, flush=True)
-        if self.in_a_row >= self.max_bad_steps:
-            self.fail(f"{self.in_a_row} steps in a row had a non-finite gradient; {text}")
-
-    def fail(self, message):
-        """Complete the checkpoint that is being written, then raise UserError. On every rank."""
-        from core import checkpoint  # which imports this file
-        checkpoint.wait()
-        raise UserError(message)
+        else:
+            self.skipped, self.in_a_row = self.skipped + 1, self.in_a_row + 1
+            mine = {self.sample_name(i) for finite, batch in losses if not finite for i in batch}
+            names = sorted(set().union(*all_gather(self.world, mine)))
+            if not names and self.scaler and self.scaler.get_scale() > 1:   # it is still too large
+                self.in_a_row = 0
+            why = f"samples with a non-finite loss: {'; '.join(names[:20])}"
+            text = (f"step {step}: gradient norm is not finite, step skipped ({self.skipped} so "
+                    f"far); {why if names else 'every loss was finite'}")
+            if self.world.is_main:
+                print(text, flush=True)
+            if self.in_a_row >= self.max_bad_steps:
+                fault = f"{self.in_a_row} steps in a row had a non-finite gradient; {text}"
+        if fault:
+            from core import checkpoint  # which imports this file
+            checkpoint.wait()       # completes what is being written
+            raise UserError(fault)

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from core import memory as plans
+from core import metrics
 from speech.conversations import FRAME_RATE
 from speech.dataset import sums
 from speech.labels import step_work
@@ -50,10 +51,14 @@ def end_dry_run(args, ranks, needed, model, table, ids, train, lines, left, step
     frames = table.where[new, 2].sum()
     epoch = step_work(model.base_model.config, table, train, args.use_lora)["flops"]
     flops = 0 if args.float8 else epoch * left / steps_per_epoch / ranks / SHARE
+    # FLOP/s of large bf16 products, docs/speed.md
+    small = plans.gpu_memory(args) <= 24.5 * plans.GIB
+    gpu, rate = ("an RTX 3090", 71e12) if small else ("an H200", 790e12)
+    time = f" · at least {metrics.duration(flops / rate)} on {gpu}" if flops else ""
     codes = args.code_cache or Path(args.output_dir) / "codes"
-    disks = [(codes, 2 * frames * ids.num_codebooks, "codes of new clips")]
+    plans.check_disk(codes, 2 * frames * ids.num_codebooks, "codes of new clips")
     if "tensorboard" in args.report_to:
-        disks.append((args.logging_dir, 0, "--logging_dir"))
+        plans.check_disk(args.logging_dir, 0, "--logging_dir")
     plans.end_dry_run(args, needed, model.base_model, [
         *lines, f"audio      {len(new):,} distinct clips, {new.sum():,} still to be encoded "
-        f"({frames / FRAME_RATE / 3600:.2f} h)"], left, flops, disks)
+        f"({frames / FRAME_RATE / 3600:.2f} h)"], left, time)

@@ -552,6 +552,12 @@ def use_on_rank0(world, model, autocast, function, *args):
     return result
 
 
+def log_speech(log, step, name, wave):
+    """Write a sound, (n,) float32 in -1..1, to TensorBoard. log.write() flushes it."""
+    if log.board and len(wave):
+        log.board.add_audio(name, wave.clip(-1, 1)[None], step, SAMPLE_RATE)
+
+
 class Speaker:
     """Speaks --sample_prompts at every validation."""
 
@@ -581,7 +587,7 @@ class Speaker:
             folder = f"{self.args.output_dir}/samples/step-{step}"
             for i, (prompt, (codes, ended_by), wave) in enumerate(zip(self.prompts, spoken, waves)):
                 name = write_sample(folder, i, prompt, codes, ended_by, wave, step=step)["name"]
-                log.write_speech(step, f"samples/{name}", wave, SAMPLE_RATE)
+                log_speech(log, step, f"samples/{name}", wave)
             stopped = sum(ended_by == "eos" for _, ended_by in spoken) / len(spoken)
             print(f"speech step {step:>6} | {plural(len(spoken), 'prompt')}, {stopped:.1%} ended")
             return {"eval/stop_rate": stopped}

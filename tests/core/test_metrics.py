@@ -12,6 +12,7 @@ import torch
 from core import dist, metrics
 from core.cli import UserError
 from core.metrics import MetricsLog, read_metrics
+from speech.speak import log_speech
 
 
 def log(folder, resumed_step=0, report_to=(), **options):
@@ -42,8 +43,8 @@ def test_resumed_log_drops_rows_after_the_checkpoint(tmp_path):
 def test_tensorboard_gets_numbers_and_speech(tmp_path):
     for start in (0, 2):
         record = log(tmp_path, start, ["tensorboard"])
-        record.write_speech(start, "samples/0", np.full(2400, 0.5, np.float32), 24000)
-        record.write_speech(start, "samples/1", np.zeros(0, np.float32), 24000)
+        log_speech(record, start, "samples/0", np.full(2400, 0.5, np.float32))
+        log_speech(record, start, "samples/1", np.zeros(0, np.float32))
         for step in (1, 2) if start == 0 else (3,):
             record.write(step, {"train/loss": 1 / step, "train/grad_norm": math.nan})
     board = EventAccumulator(str(tmp_path / "logs" / tmp_path.name), size_guidance={"audio": 0}).Reload()
