@@ -113,6 +113,8 @@ def new_folder(output_dir, flag="--output_dir"):
 WAIT_S = 3 if os.environ.get("SLURM_RESTART_COUNT", "0") == "0" else 120
 
 _held = {}      # {path of a lock: its open file} of this process
+# else a lock would be held until the last child ends
+os.register_at_fork(after_in_child=lambda: [lock.close() for lock in _held.values()])
 
 
 def lock_folder(folder, flag="--output_dir", name="run", wait_s=WAIT_S, give_up=lambda: False):
@@ -127,9 +129,9 @@ def lock_folder(folder, flag="--output_dir", name="run", wait_s=WAIT_S, give_up=
         lock = _held[path] = open(path, "a+", errors="replace")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(lock.fileno()).st_nlink:    # else it was deleted since it was opened
+            if os.path.samestat(os.fstat(lock.fileno()), os.stat(path)):
                 break
-        except BlockingIOError:
+        except (BlockingIOError, FileNotFoundError):    # locked, or deleted since it was opened
             pass
         except OSError as error:        # some network file systems have no locks
             print(f"notice     {path}: cannot be locked ({error.strerror}): start no second run")

@@ -178,6 +178,8 @@ def run_ahead(function, items, workers, fork=False):
         raise cli.UserError("a process that prepares data was killed; if memory was short, give a "
                             "smaller --preprocess_num_proc")
     finally:
+        for process in list(pool._processes.values()) if fork and results else ():   # ended early
+            process.kill()
         pool.shutdown(cancel_futures=True)
 
 

@@ -41,7 +41,7 @@ ARGS = cli.parse(build_parser()) if __name__ == "__main__" else None
 import torch
 
 from core import chat, checkpoint, dist, json_files, tensor_io
-from core.cli import UserError, require
+from core.cli import UserError, first_line, require
 from diffusion import dit
 from diffusion.problems import MARKERS, SDAR_MASK, Problem, load_tokenizer, read_tokenizer
 
@@ -134,9 +134,12 @@ def add_form(layout, form):
 def add_chat_form(layout, folder):
     """A Layout with prompt and end token from a tokenizer folder's chat template. UserError."""
     tokenizer = chat.load_tokenizer(folder)
-    prompt = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "{question}"}], tokenize=False, add_generation_prompt=True,
-        enable_thinking=False)
+    try:
+        prompt = tokenizer.apply_chat_template(
+            [{"role": "user", "content": "{question}"}], tokenize=False, add_generation_prompt=True,
+            enable_thinking=False)
+    except Exception as error:      # of Jinja, or raised by the template
+        raise UserError(f"--chat: the chat template of {folder} fails ({first_line(error)})")
     require(prompt.count("{question}") == 1,
             f"--chat: the chat template of {folder} does not write the question once")
     return add_form(layout, {"prompt": prompt, "end_token": tokenizer.eos_token})

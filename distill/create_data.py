@@ -181,12 +181,12 @@ def draw_seed(seed, number, attempt):
     return int(digest([seed, number, attempt])[:8], 16) >> 1
 
 
-def label_lines(args, answers, draw, parser, asked, todo, journal, header, answered):
+def label_lines(args, answers, parser, asked, todo, journal, header, answered):
     """Ask until every line of `todo` has a label or no attempts left; record each in the journal.
     UserError if the teacher answers none of REFUSED_IN_A_ROW lines in a row, or none at all.
 
-    answers: from teachers.open_..., with the Sampling `draw`. asked: [(messages, tools)] for the
-    teacher. answered: True if it answered any line before."""
+    answers: from teachers.open_.... asked: [(messages, tools)] for the teacher. answered: True if
+    it answered any line before."""
     records = {number: {"id": number, "label": None, "answers": []} for number in todo}
     waiting, refused, in_a_row = list(todo), [], 0
     random.Random(args.seed).shuffle(waiting)       # refused lines may be neighbours
@@ -322,7 +322,7 @@ def main(argv=None):
         path = work / f"{name}.jsonl"
         with open(path, "ab") as journal:
             journal.truncate(path.read_bytes().rfind(b"\n") + 1)    # a kill may have cut off a line
-            label_lines(args, answers, draw, parser, asked, todo, journal, header, answered)
+            label_lines(args, answers, parser, asked, todo, journal, header, answered)
         records = read_journals(work, header)
     if left := len(lines) - len(records):
         print(f"done       {len(todo):,} lines; {left:,} of other shards are not finished yet")

@@ -179,9 +179,11 @@ def answer_in_chunks(size, tokenizer, options, limit, complete, requests):
 
 def open_vllm(name, draw, *, max_model_len=0, seed=0, chunk_size=1024, **options):
     """`answers` of vLLM on this process's GPUs. chunk_size: requests per call. options: of LLM."""
-    require_package("vllm", "--engine vllm")
     from transformers import AutoConfig
-    from vllm import LLM, SamplingParams
+    try:
+        from vllm import LLM, SamplingParams
+    except ImportError as error:
+        raise UserError(f"--engine vllm: vLLM cannot be imported ({error}); install it")
 
     from core import chat
     config = AutoConfig.from_pretrained(name, trust_remote_code=False)

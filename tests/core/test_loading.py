@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import time
 from dataclasses import dataclass
 
 import pytest
@@ -88,6 +89,14 @@ def test_a_killed_process_ends_the_run():
     with pytest.raises(UserError, match="a process that prepares data was killed"):
         list(packing.run_ahead(killed_at_3, range(9), 3, fork=True))
     assert not multiprocessing.active_children()
+
+
+@pytest.mark.race
+def test_an_early_end_waits_for_no_process():
+    results, start = packing.run_ahead(lambda i: time.sleep(300 * (i > 0)), range(9), 2, fork=True), time.monotonic()
+    next(results)
+    results.close()
+    assert not multiprocessing.active_children() and time.monotonic() - start < 200
 
 
 @pytest.mark.race

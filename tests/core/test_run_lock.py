@@ -16,14 +16,16 @@ FORK = multiprocessing.get_context("fork")
 
 
 def own(folder, results, barrier=None):
-    """Lock the folder and sleep."""
+    """Lock the folder, fork a child, and sleep; both processes stay."""
     if barrier:
         barrier.wait()
     try:
         checkpoint.lock_folder(folder, wait_s=0)
     except UserError as error:
         return results.put(("lost", str(error)))
-    results.put(("won", ""))
+    child = os.fork()
+    if child:
+        results.put(("won", child))
     time.sleep(600)
 
 
@@ -31,12 +33,11 @@ def owner_process(folder):
     results = FORK.Queue()
     process = FORK.Process(target=own, args=(folder, results))
     process.start()
-    results.get(timeout=PATIENCE_S)
-    return process
+    return process, results.get(timeout=PATIENCE_S)[1]
 
 
 def test_a_live_owner_is_named_and_a_killed_owner_frees_the_lock_at_once(tmp_path):
-    process = owner_process(tmp_path)
+    process, child = owner_process(tmp_path)
     os.kill(process.pid, signal.SIGSTOP)         # a stopped owner keeps the lock
     with pytest.raises(UserError) as caught:
         checkpoint.lock_folder(tmp_path)
@@ -44,8 +45,10 @@ def test_a_live_owner_is_named_and_a_killed_owner_frees_the_lock_at_once(tmp_pat
     assert f"host {socket.gethostname()}, process {process.pid}, started 20" in str(caught.value)
     process.kill()
     process.join()
+    os.kill(child, 0)       # the child still runs, without a lock
     checkpoint.lock_folder(tmp_path, wait_s=0).close()
     assert {path.name for path in tmp_path.iterdir()} == {"run.lock"}
+    os.kill(child, signal.SIGKILL)
 
 
 @pytest.mark.race
@@ -58,6 +61,7 @@ def test_of_newcomers_at_the_same_moment_one_wins(tmp_path):
             process.start()
         outcomes = sorted(results.get(timeout=PATIENCE_S) for _ in processes)
         assert [outcome for outcome, _ in outcomes] == ["lost"] * 5 + ["won"]
+        os.kill(outcomes[-1][1], signal.SIGKILL)
         for process in processes:
             process.kill()
             process.join()
