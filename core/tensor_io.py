@@ -137,8 +137,8 @@ def load_base(model, parts, world=None, split=None):
         if layer:
             read = torch.empty(layer.out_features, layer.in_features, device=weight.device)
         views = {name: read} if name in parts else split(name, *local_rows(read.detach()))
-        for part, view in views.items():
-            fill(view, parts[part], part)
+        for stored, rows in views.items():
+            fill(rows, parts[stored], stored)
         if layer:
             layer.fill(read)
     dist.all_gather(world or dist.World(), None)    # a slow disk may take long

@@ -78,11 +78,11 @@ class Joined:
 
     def __getitem__(self, rows):
         start, stop, _ = rows.indices(self.get_shape()[0])
-        found = []
+        tensors = []
         for piece in self.pieces:
-            found.append(piece[max(0, start):max(0, stop)])
+            tensors.append(piece[max(0, start):max(0, stop)])
             start, stop = (row - piece.get_shape()[0] for row in (start, stop))
-        return torch.cat(found)
+        return torch.cat(tensors)
 
 
 def native_parts(slices):
