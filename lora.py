@@ -76,8 +76,7 @@ def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**
     folds = find_folds(version.empty_model(config, torch.float32), adapter) if adapter else {}
     updated = len(folds)
     if base_dtype == "nf4":
-        from core import quantized
-        folds |= {name: quantized.rounded_nf4(folds.get(name))
+        folds |= {name: partial(rounded_nf4, folds.get(name))
                   for name, weight in model.named_parameters()
                   if ".layers." in name and weight.ndim == 2}
     if folds and not tts3:
@@ -125,6 +124,14 @@ def export(source, output_dir, layout="native", dtype=None, shard_bytes=5 * 10**
     return [f"{len(tensors)} tensors, {updated} of them with an adapter's update, "
             f"{sum(sizes.values()) / 1e9:.3f} GB", *filter(None, [version.LICENCE]),
             f"to publish: hf upload OWNER/NAME {output_dir}"]
+
+
+def rounded_nf4(fold, weight):
+    """A weight rounded to NF4 and back, with an adapter's update if there is one."""
+    from bitsandbytes.functional import dequantize_4bit
+    from core import quantized
+    weight = dequantize_4bit(*quantized.quantize(weight))
+    return fold(weight) if fold else weight
 
 
 def find_folds(model, adapter):

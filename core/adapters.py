@@ -13,7 +13,8 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from core import dist, json_files, tensor_io
 from core.cli import UserError, require
 
-FULL_MARK = ".modules_to_save."             # in the names of modules that are trained without LoRA
+# PEFT calls transformers in a deprecated way
+warnings.filterwarnings("ignore", ".is_gradient_checkpointing", FutureWarning)
 MAGNITUDE = "lora_magnitude_vector"     # PEFT's name of DoRA's magnitudes
 # Fields of PEFT's LoraConfig that this code supports, or that only matter in training. An adapter
 # that sets another one (modules_to_save, bias, a field of a newer PEFT) would be computed wrongly.
@@ -44,7 +45,7 @@ class AddingLinear(Linear):
 
 
 def add_lora(model, layers, rank, alpha, dropout, targets, base_name, rslora=False, dora=False,
-             **settings):
+             task_type="CAUSAL_LM", **settings):
     """Wrap linear modules of a model's decoder layers in fp32 adapters; the base is frozen.
 
     targets: "all-linear" or comma-separated endings of module names; UserError if one matches none.
@@ -57,23 +58,14 @@ def add_lora(model, layers, rank, alpha, dropout, targets, base_name, rslora=Fal
         require(any(f".{other}".endswith(f".{name}") for other in linear),
                 f"--lora_target_modules {name!r} matches no linear layer; use all-linear or out "
                 f"of: {', '.join(endings)}")
-    settings = {"task_type": "CAUSAL_LM", "use_rslora": rslora, "use_dora": dora, **settings}
-    return attach(model, LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, bias="none",
-                                    target_modules=names, **settings), base_name)
-
-
-def attach(model, config, base_name=None, autocast=True):
-    """Wrap a model in fp32 adapters, by a LoraConfig. autocast: the model runs under autocast."""
-    # PEFT calls transformers in a deprecated way
-    warnings.filterwarnings("ignore", ".is_gradient_checkpointing", FutureWarning)
+    config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=names,
+                        use_rslora=rslora, use_dora=dora, task_type=task_type, **settings)
     wrapped = get_peft_model(model, config)     # which overwrites the base's name
     config.inference_mode = True        # in the saved file, as PEFT writes it
-    is_folder = base_name and os.path.isdir(base_name)
+    is_folder = os.path.isdir(base_name)
     config.base_model_name_or_path = os.path.abspath(base_name) if is_folder else base_name
     for module in wrapped.modules():
-        # DoRA layers keep PEFT's forward
-        if autocast and type(module) is Linear and not config.use_dora:
-            module.cast_input_dtype_enabled = False     # autocast casts inputs, not to fp32
+        if type(module) is Linear and not dora:     # DoRA layers keep PEFT's forward
             module.__class__ = AddingLinear
     return wrapped
 
@@ -83,16 +75,15 @@ def add_saved_lora(model, folder, whole=()):
     computes them. whole: modules that modules_to_save may name. UserError for other settings."""
     path = Path(folder).absolute() / "adapter_config.json"
     require(path.is_file(), f"--adapter {folder}: no such folder, or no {path.name} in it")
-    saved, usual = json_files.read_object(path), LoraConfig()
+    saved, usual = json_files.read_object(path), LoraConfig(modules_to_save=list(whole))
     unsupported = [f"{name} {value!r}" for name, value in saved.items()
-                   if name not in FIELDS and value and value != getattr(usual, name, None)
-                   and not (name == "modules_to_save" and set(map(str, value)) <= set(whole))]
+                   if name not in FIELDS and value and value != getattr(usual, name, None)]
     require(not unsupported, f"{path}: the adapter has {', '.join(unsupported)}, which is not "
             "supported; merge it into its base with PEFT")
     try:
         config = LoraConfig.from_pretrained(folder)
         config.base_model_name_or_path = None   # else PEFT warns if this base has another name
-        return attach(model, config, autocast=False)
+        return get_peft_model(model, config)
     except Exception as error:      # PEFT's checks raise a dozen types
         raise UserError(f"{path}: is not a LoRA configuration for this model ({error!r:.200})")
 
@@ -115,9 +106,8 @@ def disable(model):
 
 def adapter_weights(model):
     """{name in adapter_model.safetensors: parameter}."""
-    trained = {name: parameter for name, parameter in model.named_parameters() if ".lora_" in name
-               or FULL_MARK in name}
-    return get_peft_model_state_dict(model, state_dict=trained, save_embedding_layers=False)
+    parameters = dict(model.named_parameters())
+    return get_peft_model_state_dict(model, parameters, save_embedding_layers=False)
 
 
 @torch.no_grad()
@@ -126,15 +116,14 @@ def init_adapters(model, seed):
     DoRA's magnitudes and modules_to_save from the base's weights, which must be loaded."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in adapter_weights(model).items():
-        if ".lora_A." in name or ".lora_B." in name:
-            whole = torch.zeros(parameter.shape)
-            if ".lora_A." in name:
-                torch.nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
+        parameter.zero_()
+        if ".lora_A." in name:
+            whole = torch.empty(parameter.shape)
+            torch.nn.init.kaiming_uniform_(whole, math.sqrt(5), generator=generator)
             tensor_io.fill(parameter, whole, name)
     for module in model.get_base_model().modules():
         for whole in getattr(module, "modules_to_save", {}).values():
-            for parameter, base in zip(whole.parameters(), module.original_module.parameters()):
-                tensor_io.local_rows(parameter)[0].copy_(tensor_io.local_rows(base)[0])
+            whole.load_state_dict(module.original_module.state_dict())
         for magnitude in getattr(module, MAGNITUDE, {}).values():
             rows, _ = tensor_io.local_rows(module.base_layer.weight)    # shards have the same rows
             tensor_io.local_rows(magnitude.weight)[0].copy_(torch.linalg.norm(rows.float(), dim=1))

@@ -9,9 +9,9 @@ the generation prompt) must be the first ids of the whole chat. If this holds fo
 separately, as generation writes it. If a template rewrites earlier turns, such as their thoughts,
 each answer becomes a sample (split). All other chats are refused.
 """
+import contextlib
 import functools
 import glob
-import itertools
 import json
 from pathlib import Path
 
@@ -38,19 +38,17 @@ def files_of(name):
     return files
 
 
-def numbered_lines(path):
-    """Yield (number from 1, line, or row as a dict) of all files of a data set. UserError."""
-    numbers = itertools.count(1)
+def read_lines(path):
+    """Yield each line, or row as a dict, of all files of a data set. UserError."""
     for name in files_of(path):
         with json_files.open_file(name) as file:
-            for line in json_files.table_rows(name) if name.endswith(".parquet") else file:
-                yield next(numbers), line
+            yield from json_files.table_rows(name) if name.endswith(".parquet") else file
 
 
 def read_records(path, problems, lines=None):
     """Yield (number, record) of numbered lines, by default of the whole data set, without messages
     after the last answer; append the faults of the others to `problems`. UserError."""
-    for number, line in numbered_lines(path) if lines is None else lines:
+    for number, line in enumerate(read_lines(path), 1) if lines is None else lines:
         if not isinstance(line, dict) and not line.strip():
             continue
         try:
@@ -66,12 +64,10 @@ def read_records(path, problems, lines=None):
 def normalize_record(record):
     """A record of any form with "messages" and "tools" as templates take them. UserError, or
     ValueError if a text in it is no JSON."""
-    require(isinstance(record, dict),
-            f"is a JSON {type(record).__name__}, and one object a line is read")
+    require(isinstance(record, dict), f"is a JSON {type(record).__name__}, not an object")
     messages = [normalize_message(f"message {number}", message)
                 for number, message in enumerate(turns_of(record), 1)]
-    require(messages, 'has no list "messages"; give {"messages": [{"role": "user", "content": '
-                      '...}, {"role": "assistant", "content": ...}]}')
+    require(messages, 'has no list "messages" of {"role": ..., "content": ...}')
     tools = record.get("tools")
     tools = json_files.loads(tools) if isinstance(tools, str) else tools
     functions_of(tools, 'its "tools"')
@@ -84,15 +80,14 @@ def turns_of(record):
     """Messages as a record has them, ShareGPT's turns, or a prompt and its completion; else []."""
     if isinstance(record.get("messages"), list):
         return record["messages"]
-    turns, prompt = record.get("conversations"), record.get("prompt")
-    answer = record.get("completion", record.get("response"))
-    if not isinstance(turns, list):
-        turns = []
-        if prompt is not None and answer is not None:
-            for role, side in ("user", prompt), ("assistant", answer):
-                turns += side if isinstance(side, list) else [{"role": role, "content": side}]
-    if turns and record.get("system"):
-        return [{"role": "system", "content": record["system"]}, *turns]
+    sides = [record.get("prompt"), record.get("completion", record.get("response"))]
+    if isinstance(record.get("conversations"), list):
+        sides = [record["conversations"]]
+    if None in sides:
+        return []
+    turns = [{"role": "system", "content": record["system"]}] if record.get("system") else []
+    for role, side in zip(("user", "assistant"), sides):
+        turns += side if isinstance(side, list) else [{"role": role, "content": side}]
     return turns
 
 
@@ -115,8 +110,7 @@ def normalize_message(name, message):
     require(role in KEYS, f"{name} has no role out of {', '.join(KEYS)}")
     require(isinstance(content, str) and isinstance(message.get("reasoning_content") or "", str),
             f"{name} has no text as its content; only text is trained, and parts are to be joined")
-    require(role != "assistant" or content.strip() or calls,
-            f"{name} is an empty answer; drop the line")
+    require(role != "assistant" or content.strip() or calls, f"{name} is an empty answer")
     unknown = ", ".join(sorted(message.keys() - KEYS[role]))
     require(not unknown, f"{name} has {unknown}, which no chat template is sure to write")
     require(message.get("weight", 1) in (0, 1), f"{name} has the weight {message.get('weight')!r}; "
@@ -127,23 +121,16 @@ def normalize_message(name, message):
 def functions_of(tools, name=""):
     """[{"name": ..., ...}] of tools or tool calls: their "function" or, without one, themselves.
     name: for the UserError."""
-    try:
+    with contextlib.suppress(AttributeError, KeyError, TypeError):
         functions = [tool.get("function", tool) for tool in tools or ()]
-        named = all(isinstance(each["name"], str) and each["name"] for each in functions)
-    except (AttributeError, KeyError, TypeError):
-        named = False
-    require(named, f'{name} are no list of {{"function": {{"name": ..., ...}}}}')
-    return functions
+        if all(isinstance(each["name"], str) and each["name"] for each in functions):
+            return functions
+    raise UserError(f'{name} are no list of {{"function": {{"name": ..., ...}}}}')
 
 
 def question(messages):
     """The text of the last user message, "" without one."""
     return next((m["content"] for m in reversed(messages) if m["role"] == "user"), "")
-
-
-def answer_text(message):
-    """The text of a message, without thoughts."""
-    return message["content"].split("</think>")[-1].strip()
 
 
 # ---- Conversations -> ids and mask
@@ -176,18 +163,15 @@ class Encoder:
 
     def encode(self, record):
         """[(ids, mask)] of a record of read_records. UserError."""
-        require(record.get("teacher_messages") is None,
-                'has "teacher_messages", and no --teacher_path reads them')
+        require(record.get("teacher_messages") is None, '"teacher_messages" need --teacher_path')
         messages, tools = record["messages"], record.get("tools")
         content = to_json([messages, tools])
-        for token in self.special.values():
-            require(to_json(token)[1:-1] not in content,
-                    f"contains the control token {token}; remove it")
+        found = [token for token in self.special.values() if to_json(token)[1:-1] in content]
+        require(not found, f"contains the control token {', '.join(found)}; remove it")
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         answers = answers if self.turns == "all" else answers[-1:]
         answers = [i for i in answers if messages[i].get("weight", 1)]
-        require(answers and 0 not in answers,
-                "has no answer to train (weight 0), or begins with an answer")
+        require(answers and 0 not in answers, "has no answer to train, or begins with one")
         try:
             turns = {i: [self.tokenizer.apply_chat_template(
                 messages[:end], tokenize=False, add_generation_prompt=end == i, tools=tools,
@@ -216,8 +200,7 @@ class Encoder:
         mask = [False] * len(ids)
         for before, through in zip(lists[::2], lists[1::2]):
             require(ids[:len(before)] == before and ids[:len(through)] == through,
-                    "by this chat template the prompt is not how the whole begins; try "
-                    "--train_turns last")
+                    "the template's prompt is not how the whole begins; try --train_turns last")
             ends = [i + 1 for i in range(len(before), len(through)) if ids[i] in self.special]
             require(ends and not self.tokenizer.decode(ids[ends[-1]:len(through)]).strip(),
                     "the chat template does not end an answer with a special token; give another "
@@ -235,7 +218,8 @@ def check_rendered(messages, tools, turns):
         require(tool["name"] in first_prompt, f"{lost} the tool {tool['name']}{remedy}")
     schemas = to_json(tools or "")      # they have the names of calls as well
     for i, message in enumerate(messages):
-        calls, text = functions_of(message.get("tool_calls")), answer_text(message)
+        calls = functions_of(message.get("tool_calls"))
+        text = message["content"].split("</think>")[-1].strip()     # without thoughts
         complete = text in conversation and all(
             conversation.count(call["name"]) > schemas.count(call["name"]) for call in calls)
         prompt, whole = turns.get(i, (None, ""))

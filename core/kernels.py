@@ -56,16 +56,15 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, dr
     if cu_seq_lens_q is None:
         raise UserError(f"{type(module).__name__} does not get the ends of documents: this "
                         "architecture cannot be packed")
-    # (S, heads, D); the gradient of squeeze() is a view, that of [0] a copy
-    q, k, v = (t.squeeze(0).transpose(0, 1) for t in (query, key, value))
+    # (S, heads, D); the gradient of squeeze() is a view, that of [0] a copy. Under autocast the
+    # rotary embedding gives fp32
+    q, k, v = (t.squeeze(0).transpose(0, 1).to(value.dtype) for t in (query, key, value))
     if q.is_cuda and v.dtype in FLASH:
-        q, k = q.to(v.dtype), k.to(v.dtype)     # under autocast the rotary embedding gives fp32
         window = (sliding_window - 1 if sliding_window else -1, 0)
         out = varlen_attn(q, k, v, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q,
                           scale=scaling, window_size=window, **GROUPED)
     else:
-        out = _attention_by_document(q.to(v.dtype), k.to(v.dtype), v, cu_seq_lens_q, scaling,
-                                     sliding_window)
+        out = _attention_by_document(q, k, v, cu_seq_lens_q, scaling, sliding_window)
     return out[None], None
 
 
@@ -74,16 +73,14 @@ def _attention_by_document(q, k, v, cu_seqlens, scaling, window):
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
     lengths, out = cu_seqlens.diff().tolist(), []
     # split: the gradient of a slice would be as long as the whole tensor
-    for length, *document in zip(lengths, *(t.split(lengths) for t in (q, k, v))):
-        document = (t.transpose(0, 1)[None] for t in document)
+    documents = zip(*(t.transpose(0, 1)[None].split(lengths, dim=2) for t in (q, k, v)))
+    for length, document in zip(lengths, documents):
         mask = None
         if window and length > window:
-            square = torch.ones(length, length, dtype=torch.bool, device=q.device)
-            mask = square.tril().triu(1 - window)
-        attended = F.scaled_dot_product_attention(*document, attn_mask=mask, is_causal=mask is None,
-                                                  scale=scaling)
-        out.append(attended[0].transpose(0, 1))
-    return torch.cat(out)
+            mask = q.new_ones(length, length, dtype=torch.bool).tril().triu(1 - window)
+        out.append(F.scaled_dot_product_attention(
+            *document, attn_mask=mask, is_causal=mask is None, scale=scaling))
+    return torch.cat(out, dim=2).squeeze(0).transpose(0, 1)
 
 
 # ---- Recomputation for the backward pass

@@ -31,21 +31,10 @@ def frozen_linears(layers, flag, multiple=1):
 
 # ---- NF4
 
-BITS = 4.13     # of a value, with its part of the scales
-
-
 def quantize(weight):
     """bitsandbytes' NF4 values and QuantState of a float weight (out, in), on its device."""
     from bitsandbytes.functional import quantize_4bit
-    return quantize_4bit(weight.contiguous(), blocksize=64, compress_statistics=True,
-                         quant_type="nf4")
-
-
-def rounded_nf4(change=None):
-    """A function that rounds a weight to NF4 and back, and then applies `change`."""
-    from bitsandbytes.functional import dequantize_4bit
-    change = change or (lambda weight: weight)
-    return lambda weight: change(dequantize_4bit(*quantize(weight)))
+    return quantize_4bit(weight, blocksize=64, compress_statistics=True, quant_type="nf4")
 
 
 class NF4Linear(nn.Linear):
@@ -71,7 +60,8 @@ def to_nf4(layers):
     """Make the frozen linear layers of decoder layers NF4Linear, weights unset. UserError."""
     for module in frozen_linears(layers, "--base_dtype nf4"):
         module.__class__, module.dtype = NF4Linear, module.weight.dtype
-        weight = module.weight.new_empty(int(module.weight.numel() * BITS / 8), dtype=torch.uint8)
+        size = int(module.weight.numel() * 4.13 / 8)    # of the values with their scales
+        weight = module.weight.new_empty(size, dtype=torch.uint8)
         module.weight = nn.Parameter(weight, requires_grad=False)
 
 
@@ -94,8 +84,7 @@ if not hasattr(torch.ops.flat_trainers, "rounded"):     # a second copy of this 
     torch.library.define("flat_trainers::rounded", "(Tensor rows) -> (Tensor, Tensor)")
     torch.library.impl("flat_trainers::rounded", "cpu", rounded_kernel)
     torch.library.impl("flat_trainers::rounded", "cuda", lambda rows: compiled_kernel()(rows))
-    torch.library.register_fake("flat_trainers::rounded", lambda rows: (
-        torch.empty_like(rows, dtype=FLOAT8), rows.new_empty((len(rows), 1), dtype=torch.float32)))
+    torch.library.register_fake("flat_trainers::rounded", rounded_kernel)
 rounded = torch.ops.flat_trainers.rounded
 
 
@@ -140,7 +129,6 @@ def to_float8(layers):
     for module in linears:
         weight, module.scales = rounded(module.weight)
         # the memory layout that the GPU's kernels need
-        turned, module.turned_scales = rounded(module.weight.t().contiguous())
-        module.__class__, module.turned = Float8Linear, turned.view(torch.uint8)
+        module.turned, module.turned_scales = rounded(module.weight.t().contiguous())
         # uint8, as DDP cannot broadcast float8; in place, as the caller may hold the parameter
-        module.weight.data = weight.view(torch.uint8)
+        module.__class__, module.weight.data = Float8Linear, weight.view(torch.uint8)

@@ -16,6 +16,7 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)       # instead of cor
 
 from core import cli, json_files, metrics
 
+NAME = r"(?:(.*)/)?(.*?)(?:_(\d+))?"     # prefix, stem and number of a metric
 BEFORE = "before", "base"   # folders and evaluations with these prefixes come first
 STEPS, SAMPLES = 5, 8       # most steps whose samples are shown, and most samples of a step
 COLORS = "#1f6feb", "#d9480f", "#1a7f37", "#9333c0", "#b07d00", "#0b8594", "#c2255c", "#5f6b7a"
@@ -41,8 +42,7 @@ def charts(rows):
     one, as do x_0, x_1 and so on."""
     grouped, figures = {}, ""       # {title: {label: [(step, value)]}}
     for name in dict.fromkeys(name for row in rows for name in row if name != "step"):
-        prefix, _, rest = name.rpartition("/")
-        stem, number = re.fullmatch(r"(.*?)(?:_(\d+))?", rest, re.DOTALL).groups()
+        prefix, stem, number = re.fullmatch(NAME, name, re.DOTALL).groups("")
         if curve := metrics.curve(rows, name):
             title = f"{stem} ({prefix})" if number else stem
             grouped.setdefault(title.replace("_", " "), {})[number or prefix] = curve
@@ -72,9 +72,8 @@ def samples_html(run, folders):
     for folder in sorted([*steps, *folders], key=lambda path: not path.name.startswith(BEFORE)):
         files = [path for path in folder.glob("*") if path.is_file() and not path.is_symlink()]
         for path in sorted(path for path in files if path.suffix == ".wav")[:SAMPLES]:
-            notes, sample = path.with_suffix(".json"), {}
-            if notes in files:
-                sample = cli.remove_secrets(json_files.read_object(notes))
+            notes = path.with_suffix(".json")
+            sample = cli.remove_secrets(json_files.read_object(notes)) if notes in files else {}
             facts = " · ".join(f"{fact} {shown(sample[fact])}" for fact in FACTS
                                if sample.get(fact) is not None)
             sound = base64.b64encode(path.read_bytes()).decode()
@@ -95,11 +94,10 @@ run = args.output_dir
 path, config, output = run / "metrics.jsonl", run / cli.CONFIG, run / "report.html"
 cli.require(path.is_file(), f"{path}: no such file; give the --output_dir of a run")
 rows = metrics.read_metrics(path)
-evaluations = [
-    {"name": file.parent.name, "verdict": ""} | cli.remove_secrets(json_files.read_object(file))
-    for file in sorted(run.rglob("evaluation.json"))]
-evaluations.sort(key=lambda evaluation: not evaluation["name"].startswith(BEFORE))
-columns = [{"": e["name"], "verdict": e["verdict"]} | e["metrics"] for e in evaluations]
+files = sorted(run.rglob("evaluation.json"))
+evaluations = map(cli.remove_secrets, map(json_files.read_object, files))
+columns = [{"": e["name"], "verdict": e.get("verdict", "")} | e["metrics"] for e in evaluations]
+columns.sort(key=lambda column: not column[""].startswith(BEFORE))
 clauses = metrics.verdict(rows) + [
     f"{column['']}: word errors {metrics.percent(column['wer'])}" for column in columns
     if column.get("wer") is not None]
@@ -113,10 +111,8 @@ parts = {"Verdict": f"<ul>{clauses}</ul>", "Settings": flags and f"<pre>{escape(
          "Evaluation": table and f"<table>{table}</table>"}
 body = "".join(f"<h2>{name}</h2>{content}" for name, content in parts.items() if content)
 page = PAGE.format(title=escape(run.resolve().name), body=body)
-temporary = run / ".report.html.tmp"
-temporary.unlink(missing_ok=True)       # it may be a link to another file
-temporary.write_text(page, encoding="utf-8", errors="replace")
-temporary.replace(output)
+output.unlink(missing_ok=True)      # it may be a link to another file
+output.write_text(page, encoding="utf-8", errors="replace")
 print(f"report     {output} ({len(page) / 2**20:.1f} MiB): {len(rows)} lines of metrics")
 if args.check_fell:     # compares the means of the first and the last fifth
     losses = [value for _, value in metrics.curve(rows, "train/loss")]

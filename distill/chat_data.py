@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from core import checkpoint, dist, json_files, packing
-from core.chat import numbered_lines, question, read_records, to_json
+from core.chat import question, read_lines, read_records, to_json
 from core.cli import UserError, require
 from core.packing import Column, map_chunks
 from core.json_files import Problem, Problems
@@ -73,7 +73,7 @@ def write_table(folder, paths, encoder, limit, drop=(), processes=0, output_dir=
     for source, path in enumerate(paths):
         first = len(columns["lengths"].array)
         encode = partial(encode_chunk, path, encoder, limit)
-        for chunk, bad in map_chunks(encode, numbered_lines(path), CHUNK, processes):
+        for chunk, bad in map_chunks(encode, enumerate(read_lines(path), 1), CHUNK, processes):
             problems.add(bad)
             is_end = chunk["trained"] & ~np.append(chunk["trained"][1:], False)
             ends.update(chunk["tokens"][is_end].tolist())
@@ -188,7 +188,7 @@ def write_held_out(output_dir, table, train, held_out, prompt=None):
     once = {int(table.lines[i]): i for i in reversed(held_out)}     # of one file
     text = ""
     path = table.paths[table.sources[held_out[0]]]
-    lines = (numbered for numbered in numbered_lines(path) if numbered[0] in once)
+    lines = (numbered for numbered in enumerate(read_lines(path), 1) if numbered[0] in once)
     for line, record in read_records(path, [], lines):
         i = once[line]
         record["trained_as"] = twins.get(int(table.asked[i]))

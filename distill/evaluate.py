@@ -168,7 +168,7 @@ def read_chats(path):
     """[record {"messages", ..., "line", "question", "answer"}] of a file. Raises UserError."""
     problems = []
     rows = [record | {"line": line, "question": chat.question(record["messages"][:-1]),
-                      "answer": chat.answer_text(record["messages"][-1])}
+                      "answer": record["messages"][-1]["content"].split("</think>")[-1].strip()}
             for line, record in chat.read_records(path, problems)]
     require(rows and not problems, str([*problems, f"{path}: holds no conversations"][0]))
     return rows

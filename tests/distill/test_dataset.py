@@ -21,15 +21,15 @@ def tokenizer():
 
 @pytest.mark.parametrize("line, message", [
     (b"{", "not valid JSON at column 2: Expecting property name"), (b"\xff{}", "not UTF-8"),
-    (b"[]", "is a JSON list, and one object a line"),
+    (b"[]", "is a JSON list, not an object"),
     (b'{"conversations": [{"from": ["gpt"], "value": "a"}]}', "message 1 has no role out of system"),
-    (b'{"instruction": "ask", "output": "answer"}', 'has no list "messages"; give {"messages"'),
+    (b'{"instruction": "ask", "output": "answer"}', 'has no list "messages" of {"role": ..., "content": ...}'),
     (b'{"messages": [{"role": "user", "content": "a"}], "tools": [{"name": 1}]}', 'its "tools" are no list'),
     (b'{"messages": [{"role": "user", "name": "J", "content": "a"}]}', "message 1 has name, which no chat template is"),
-    (b'{"messages": [{"role": "assistant", "content": "a"}]}', "has no answer to train (weight 0), or begins with an answer"),
+    (b'{"messages": [{"role": "assistant", "content": "a"}]}', "has no answer to train, or begins with one"),
     (b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "only text is trained"),
     (b'{"messages": [{"role": "user", "content": "b"}, {"role": "assistant", "content": "a"}], '
-     b'"teacher_messages": []}', "no --teacher_path reads them"),
+     b'"teacher_messages": []}', '"teacher_messages" need --teacher_path'),
     (b'{"messages": [{"role": "assistant", "content": "", "tool_calls": [{"name": 1}]}]}', "tool_calls are no list")])
 def test_bad_lines_are_named(tokenizer, tmp_path, line, message):
     path = chats.write(tmp_path / "chats.jsonl", [SINGLE, SINGLE])

@@ -1,7 +1,7 @@
 """Adapters: their layers and precision; plain PEFT and transformers read the saved files."""
 import pytest
 import torch
-from peft import LoraConfig, PeftModel
+from peft import PeftModel
 from peft.tuners.lora import Linear
 from safetensors.torch import load_file, save_file
 from transformers import HiggsAudioV2ForConditionalGeneration
@@ -63,8 +63,8 @@ def test_the_adding_layer_equals_pefts_own_forward(shape, bf16, dropout):
     """Outputs and gradients; the layer has another rank and scale than its neighbour."""
     torch.manual_seed(0)
     holder = torch.nn.ModuleDict({name: torch.nn.Linear(48, 32, bias=name == "k") for name in "qk"})
-    net = adapters.attach(holder, LoraConfig(r=4, lora_alpha=12, target_modules=["q", "k"], lora_dropout=dropout,
-                                             rank_pattern={"k": 2}, alpha_pattern={"k": 5}))
+    net = adapters.add_lora(holder, [holder], 4, 12, dropout, "q,k", "base", task_type=None,
+                            rank_pattern={"k": 2}, alpha_pattern={"k": 5})
     x, grad = torch.randn(shape), torch.randn(*shape[:-1], 32)
     for name in "qk":
         layer = net.base_model.model[name].train()
