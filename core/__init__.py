@@ -1,1 +1,0 @@
-"""Code that all trainers share; it imports nothing from the other folders."""

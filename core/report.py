@@ -111,8 +111,10 @@ parts = {"Verdict": f"<ul>{clauses}</ul>", "Settings": flags and f"<pre>{escape(
          "Evaluation": table and f"<table>{table}</table>"}
 body = "".join(f"<h2>{name}</h2>{content}" for name, content in parts.items() if content)
 page = PAGE.format(title=escape(run.resolve().name), body=body)
-output.unlink(missing_ok=True)      # it may be a link to another file
-output.write_text(page, encoding="utf-8", errors="replace")
+temporary = run / ".report.html.tmp"
+temporary.unlink(missing_ok=True)       # it may be a link to another file
+temporary.write_text(page, encoding="utf-8", errors="replace")
+temporary.replace(output)
 print(f"report     {output} ({len(page) / 2**20:.1f} MiB): {len(rows)} lines of metrics")
 if args.check_fell:     # compares the means of the first and the last fifth
     losses = [value for _, value in metrics.curve(rows, "train/loss")]
