@@ -26,12 +26,6 @@ def duration(seconds):
     return str(timedelta(seconds=int(seconds)))
 
 
-def model_text(model, adapters):
-    """Line with the number of trained parameters."""
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return f"model      {trained / 1e6:,.3f} M trained parameters{' of LoRA' * bool(adapters)}"
-
-
 class StepTimer:
     """Sums of the steps since the last log line, without pauses. The loop adds to `sums` the work
     of all ranks: "steps", "tokens", "samples", "flops", and "slots", the tokens with padding."""

@@ -77,7 +77,8 @@ def schedule_lines(args, model, total_steps, per_epoch, step, resume, state, val
     for flag in ("save_steps", "eval_steps", "warmup_steps"):
         if getattr(args, flag) is None:
             setattr(args, flag, usual[flag])
-    return [metrics.model_text(model, args.use_lora),
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad) / 1e6
+    return [f"model      {trained:,.3f} M trained parameters{' of LoRA' * args.use_lora}",
             f"steps      {total_steps} ({per_epoch} an epoch), {plural(ranks * micro, 'pack')} "
             f"a step = {plural(ranks, 'rank')} x {plural(micro, 'micro-step')}; peak lr "
             f"{args.learning_rate:.2e}, warm-up {args.warmup_steps}",
