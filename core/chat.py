@@ -166,8 +166,8 @@ class Encoder:
         require(record.get("teacher_messages") is None, '"teacher_messages" need --teacher_path')
         messages, tools = record["messages"], record.get("tools")
         content = to_json([messages, tools])
-        found = [token for token in self.special.values() if to_json(token)[1:-1] in content]
-        require(not found, f"contains the control token {', '.join(found)}; remove it")
+        tokens = [token for token in self.special.values() if to_json(token)[1:-1] in content]
+        require(not tokens, f"contains the control token {', '.join(tokens)}; remove it")
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         answers = answers if self.turns == "all" else answers[-1:]
         answers = [i for i in answers if messages[i].get("weight", 1)]

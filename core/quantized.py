@@ -123,9 +123,8 @@ class Float8Linear(nn.Linear):
 def to_float8(layers):
     """Round the loaded frozen linear layers of decoder layers. UserError."""
     linears = frozen_linears(layers, "--float8", 16)    # as the GPU's kernels need
-    if linears[0].weight.is_cuda:
-        require(torch.cuda.get_device_capability() >= (8, 9), f"--float8: "
-                f"{torch.cuda.get_device_name()} has no float8 products; drop the flag")
+    able = not linears[0].weight.is_cuda or torch.cuda.get_device_capability() >= (8, 9)
+    require(able, "--float8: this GPU has no float8 products; drop the flag")
     for module in linears:
         weight, module.scales = rounded(module.weight)
         # the memory layout that the GPU's kernels need
