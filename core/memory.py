@@ -58,7 +58,7 @@ class LiveBytes(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
                 self.sizes[storage] = storage.nbytes()
-        # .data: its own values() takes longer than the step
+        # .data: values() of a weak dictionary takes longer than the step
         self.peak = max(self.peak, sum(self.sizes.data.values()))
         return results
 

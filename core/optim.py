@@ -134,5 +134,5 @@ class StepMonitor:
                 fault = f"{self.in_a_row} steps in a row had a non-finite gradient; {text}"
         if fault:
             from core import checkpoint  # which imports this file
-            checkpoint.wait()       # completes what is being written
+            checkpoint.wait()       # until the checkpoint being written is complete
             raise UserError(fault)
