@@ -100,7 +100,7 @@ ids = module.token_ids(tokenizer, config)
 
 
 def empty_model(source, config_dict):
-    """(model on the meta device, {weight name: its slices in the files of folder `source`}). Only
+    """(model on the meta device, {weight name: its slice in a file of folder `source`}). Only
     trained weights require gradients. UserError if the folder has other weights than the model."""
     base_dtype = dtype if args.use_lora and dtype else torch.float32    # frozen: half is enough
     native = net = module.empty_model(config_dict, base_dtype)

@@ -224,7 +224,7 @@ def parse(parser, check=None, argv=None):
 def read_config(parser, words):
     """Flags of the YAML file that --config names, as words of a command line; [] without --config.
     Values stay as written (on, 5e-5, 007); null gives no flag. UserError."""
-    texts = [text for word in words for text in word.split("=", 1)]
+    texts = [text for word in words for text in re.split("(?<=^--config)=", word)]
     file = dict(zip(texts, texts[1:])).get("--config")      # the last one counts
     if not file:
         return []

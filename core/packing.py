@@ -65,7 +65,8 @@ class PackOrder:
         if tokens_per_pack:     # by the seed alone, as packing is too slow to repeat in every epoch
             order = np.random.default_rng((seed, 0)).permutation(n)
             packs = list(best_fit(self.lengths, order, tokens_per_pack))
-            self.packed, self.bounds = np.concatenate(packs), np.cumsum([0, *map(len, packs)])
+            self.packed = np.concatenate([order[:0], *packs])
+            self.bounds = np.cumsum([0, *map(len, packs)])
         else:
             self.packed, self.bounds = None, np.append(np.arange(0, n, samples_per_pack), n)
         self.packs_per_epoch = len(self.bounds) - 1
@@ -138,12 +139,13 @@ class Batch:
 
     def to(self, device):
         """This batch on a device. Copies to a GPU use pinned memory, so the host does not wait."""
-        moved, pin = {}, torch.device(device).type == "cuda"
+        pin, moved = torch.device(device).type == "cuda", {}
         for name, value in vars(self).items():
             if isinstance(value, Batch):
                 moved[name] = value.to(device)
             elif torch.is_tensor(value):
-                moved[name] = (value.pin_memory() if pin else value).to(device, non_blocking=True)
+                value = value.pin_memory() if pin and value.device.type == "cpu" else value
+                moved[name] = value.to(device, non_blocking=True)
         return replace(self, **moved)
 
 
@@ -178,8 +180,10 @@ def run_ahead(function, items, workers, fork=False):
         raise cli.UserError("a process that prepares data was killed; if memory was short, give a "
                             "smaller --preprocess_num_proc")
     finally:
-        for process in list(pool._processes.values()) if fork and results else ():   # ended early
-            process.kill()
+        if fork and results:        # ended early
+            pool._call_queue._reader.close()    # else Python 3.11.2 waits for a blocked write to it
+            for process in list(pool._processes.values()):
+                process.kill()
         pool.shutdown(cancel_futures=True)
 
 

@@ -17,7 +17,7 @@ from torch import distributed as c10d
 from torch.distributed.tensor import DTensor
 
 from core import dist
-from core.cli import UserError, first_line, require
+from core.cli import UserError, error_names_file, first_line, require
 
 WINDOW = 256 * 2**20        # bytes that a rank gathers before it copies them to the host
 FLOATS = {"F64", "F32", "F16", "BF16"}      # integers and float8 would need scales
@@ -65,7 +65,7 @@ def fingerprint_files(paths, form="{} {}"):
     digest = hashlib.sha256()
     for path in paths:
         size = path.stat().st_size
-        with open(path, "rb") as file:
+        with error_names_file(path), open(path, "rb") as file:
             digest.update(form.format(path.name, size).encode() + file.read(2**20))
             file.seek(max(0, size - 2**20))
             digest.update(file.read(2**20))
@@ -203,9 +203,11 @@ def stage(world, stem, named, split=None):
 
 
 def save(tensors, path, metadata=None, write=save_file):
-    """Write a safetensors file with the permissions of its folder; safetensors' own are 0600."""
+    """Write a safetensors file with the permissions of any new file; safetensors' own are 0600."""
+    open(path, "wb").close()
+    mode = os.stat(path).st_mode        # from umask and folder
     try:
         write(tensors, path, metadata or {"format": "pt"})
     except SafetensorError as error:    # also of a full disk
         raise OSError(f"{Path(path).name}: {error}")
-    os.chmod(path, os.stat(Path(path).parent).st_mode & 0o666)
+    os.chmod(path, mode & 0o777)

@@ -95,7 +95,7 @@ class PackedLM(nn.Module):
 
 
 def build_empty(folder, dtype, lora=None, recompute=None, four_bits=False, wrap=PackedLM):
-    """(PackedLM of a model folder, on the meta device, {name: [slice handle]} of its weights).
+    """(PackedLM of a model folder, on the meta device, {name: slice} of its weights).
     UserError. lora: None, or arguments of adapters.add_lora; then only adapters are trained.
     four_bits: frozen layers in NF4. wrap(net, recompute): makes the PackedLM."""
     native = net = causal_lm.empty_model(causal_lm.load_config(folder), dtype, folder,

@@ -94,7 +94,8 @@ def native_parts(slices):
             name = SPLIT.sub(r"\1", original)
             old, new = next((pair for pair in NAMES if name.startswith(pair[0])), ("", ""))
             parts.setdefault(new + name.removeprefix(old), []).append(slices[original])
-    return {name: Joined(pieces) for name, pieces in parts.items()}
+    return {name: pieces[0] if len(pieces) == 1 else Joined(pieces)
+            for name, pieces in parts.items()}
 
 
 def generation_config(config):

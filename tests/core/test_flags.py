@@ -67,6 +67,7 @@ def test_conflicting_flags_are_refused(words, message):
 
 
 def configured(tmp_path, text, *words):
+    (tmp_path := tmp_path / "lr=3e-4").mkdir(exist_ok=True)     # "=" may be in a path
     (tmp_path / "run.yaml").write_text(text)
     return cli.parse(*script_flags(), ["--config", str(tmp_path / "run.yaml"), *words])
 
