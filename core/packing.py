@@ -157,9 +157,8 @@ def map_chunks(function, items, size, processes):
 
 
 def run_ahead(function, items, workers, fork=False):
-    """Iterator over function(item), in order. Workers compute the next results: threads, which
-    suffice if numpy does the work, or forked processes, whose results are pickled. UserError if
-    such a process is killed."""
+    """Iterator over function(item), in order. Threads, which suffice for numpy's work, or forked
+    processes compute the next results. UserError if such a process is killed."""
     if not workers:
         yield from map(function, items)
         return
@@ -180,8 +179,7 @@ def run_ahead(function, items, workers, fork=False):
         raise cli.UserError("a process that prepares data was killed; if memory was short, give a "
                             "smaller --preprocess_num_proc")
     finally:
-        if fork and results:        # ended early
-            pool._call_queue._reader.close()    # else Python 3.11.2 waits for a blocked write to it
+        if fork:        # the processes ignore SIGTERM, by which a broken pool ends them
             for process in list(pool._processes.values()):
                 process.kill()
         pool.shutdown(cancel_futures=True)

@@ -41,8 +41,8 @@ def test_python_files_are_clean():
 
 
 # Lines of a folder's files. Size is a cost: these numbers only fall; a change that needs more takes lines away elsewhere.
-CEILINGS = {"*.py": 839, "core/*.py": 3_100, "speech/*.py": 5_319, "distill/*.py": 2_955, "diffusion/*.py": 3_045,
-            "minimal/*.py": 941, "bench/*.py": 1_746, "launch/*.sh": 998, "tests/*.py": 14_802}
+CEILINGS = {"*.py": 839, "core/*.py": 3_098, "speech/*.py": 5_319, "distill/*.py": 2_955, "diffusion/*.py": 3_045,
+            "minimal/*.py": 941, "bench/*.py": 1_746, "launch/*.sh": 998, "tests/*.py": 14_804}
 
 
 @pytest.mark.parametrize("pattern", CEILINGS)

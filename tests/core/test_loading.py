@@ -87,6 +87,8 @@ def test_a_killed_process_ends_the_run():
         return os.kill(os.getpid(), signal.SIGKILL) if i == 3 else b"x" * 10**6
     with pytest.raises(UserError, match="a process that prepares data was killed"):
         list(packing.run_ahead(killed_at_3, range(9), 3, fork=True))
+    with pytest.raises(UserError, match="a process that prepares data was killed"):
+        list(packing.run_ahead(killed_at_3, [3], 3, fork=True))
     assert not multiprocessing.active_children()
 
 
